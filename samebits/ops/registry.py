@@ -1,0 +1,111 @@
+"""Which implementation computes which region, what its constants are, and how often it ran.
+
+An operator package registers one `Implementation` per (region, platform). The contract binds
+implementations by id and by the content hash of their sources; `served` counts prove that a bound
+region really ran.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import importlib
+import importlib.util
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from samebits.errors import Refused
+
+# Every region of arithmetic that a contract can bind, in forward order.
+REGIONS = (
+    "embedding",
+    "norm.rms",
+    "gemm.column",
+    "gemm.row",
+    "rope",
+    "attention",
+    "act.silu_mul",
+    "gemm.lm_head",
+    "logprob",
+)
+
+# The operator packages that register implementations when imported.
+OPERATORS = ("embedding", "rms_norm", "gemm", "rotary", "attention", "silu_mul", "logprob")
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute a region.
+
+    id         e.g. "gemm.row.cpu.1"; the number goes up when bits change
+    constants  int or str only: what the schedule fixes (lanes, partition length, leaf count source)
+    modules    dotted module names whose source decides the bits; hashed into the contract
+    probe      no arguments -> 128-bit digest (int) of outputs for fixed inputs (known-answer test)
+    """
+
+    region: str
+    id: str
+    platform: str
+    constants: Mapping[str, int | str]
+    modules: tuple[str, ...]
+    probe: Callable[[], int] = field(compare=False)
+
+    def content_hash(self) -> str:
+        """sha256 over the sources of `modules`, in the listed order."""
+        digest = hashlib.sha256()
+        for name in self.modules:
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.origin is None:
+                raise Refused(
+                    "SB0404",
+                    seen=f"implementation {self.id} names module {name}, which has no source",
+                    required="an importable module",
+                    hint="pip install -e . --no-deps",
+                )
+            digest.update(name.encode() + b"\0" + Path(spec.origin).read_bytes() + b"\0")
+        return digest.hexdigest()
+
+
+_implementations: dict[tuple[str, str], Implementation] = {}
+_served: collections.Counter[str] = collections.Counter()
+_lock = threading.Lock()
+
+
+def register(implementation: Implementation) -> Implementation:
+    """Add an implementation; a second one for the same (region, platform) is a programming error."""
+    key = (implementation.region, implementation.platform)
+    if implementation.region not in REGIONS or key in _implementations:
+        raise RuntimeError(f"cannot register {implementation.id} for {key}")
+    _implementations[key] = implementation
+    return implementation
+
+
+def load_all() -> None:
+    """Import every operator package, so that `implementations` is complete."""
+    for name in OPERATORS:
+        importlib.import_module(f"samebits.ops.{name}")
+
+
+def implementations(platform: str = "cpu") -> dict[str, Implementation]:
+    """Region -> implementation for one platform, in forward order."""
+    load_all()
+    found = {region: _implementations.get((region, platform)) for region in REGIONS}
+    return {region: impl for region, impl in found.items() if impl is not None}
+
+
+def count_served(region: str, rows: int = 1) -> None:
+    """Called by every operator on each call; read back by gates (a bound region must be served)."""
+    with _lock:
+        _served[region] += rows
+
+
+def served() -> dict[str, int]:
+    with _lock:
+        return dict(_served)
+
+
+def reset_served() -> None:
+    with _lock:
+        _served.clear()
