@@ -1,0 +1,1 @@
+"""What the patches on verl call."""

@@ -1,0 +1,70 @@
+"""The workload of a case: requests chosen so that every hazard of its legs happens.
+
+A request's identity (its index) and its token ids are the capsule; every arm replays the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt: token ids, sampling seed, length of the response to sample."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    max_tokens: int
+    tag: str
+
+
+def synthetic(
+    *, vocabulary: int, block_size: int, budget: int, max_model_len: int, max_tokens: int, count: int, seed: int
+) -> list[Request]:
+    """Requests of random ids that cover the scheduler's corners, then random lengths up to `count`.
+
+    Lengths: one token, exactly one block, block +- 1, exactly the step budget, over it (so that a
+    prompt is split), two identical prompts with different seeds, a long shared prefix.
+    """
+    draw = random.Random(seed)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(3, vocabulary) for _ in range(n))
+
+    longest = max_model_len - max_tokens - 1
+    prefix = ids(min(4 * block_size, longest - 8))
+    twin = ids(block_size + 3)
+    corner: list[tuple[str, tuple[int, ...]]] = [
+        ("one-token", ids(1)),
+        ("one-block", ids(block_size)),
+        ("block-minus-one", ids(block_size - 1)),
+        ("block-plus-one", ids(block_size + 1)),
+        ("budget", ids(min(budget, longest))),
+        ("over-budget", ids(min(2 * budget + 5, longest))),
+        ("twin", twin),
+        ("twin", twin),
+        ("shared-prefix", prefix + ids(3)),
+        ("shared-prefix", prefix + ids(7)),
+        ("shared-prefix", prefix + ids(1)),
+    ]
+    while len(corner) < count:
+        corner.append(("random", ids(draw.randrange(2, min(2 * budget, longest)))))
+    return [
+        Request(prompt, seed=seed * 1000 + i, max_tokens=max_tokens, tag=tag)
+        for i, (tag, prompt) in enumerate(corner[:count])
+    ]
+
+
+def write(requests: list[Request], path: Path) -> str:
+    """Store a capsule as JSON; returns the sha256 of its bytes."""
+    text = json.dumps([asdict(request) for request in requests], separators=(",", ":"))
+    path.write_text(text)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read(path: Path) -> list[Request]:
+    return [Request(**{**record, "prompt": tuple(record["prompt"])}) for record in json.loads(path.read_text())]

@@ -1,0 +1,160 @@
+"""Streams of log-probabilities keyed by (sequence, position), and their comparison.
+
+A *token compared* is one (sequence, position) that both streams hold. `position` is the index of
+the predicted token in its whole sequence, so decode, prefill and trainer rows meet on one key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from samebits import mismatch
+from samebits.errors import Refused
+
+_COLUMNS = {
+    "sequence": np.int32,
+    "position": np.int32,
+    "token": np.int32,
+    "bits": np.uint32,
+    "digest_low": np.uint64,
+    "digest_high": np.uint64,
+}
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """First differing token in (sequence, position) order, with both patterns in hex."""
+
+    sequence: int
+    position: int
+    token: int
+    left: str
+    right: str
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Outcome of one comparison; `values` is None where whole-row digests were compared."""
+
+    tokens: int
+    mismatches: int
+    values: mismatch.Mismatch | None
+    first: FirstDifference | None
+    left_digest: str
+    right_digest: str
+
+
+class Stream:
+    """Growable table of scored tokens."""
+
+    def __init__(self, columns: dict[str, np.ndarray] | None = None):
+        self._parts: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
+        if columns is not None:
+            self._append(columns)
+
+    def _append(self, columns: dict[str, np.ndarray]) -> None:
+        for name, dtype in _COLUMNS.items():
+            self._parts[name].append(np.asarray(columns[name]).astype(dtype, copy=False))
+
+    def add(self, sequence: int, first_position: int, tokens, bits, digests=None) -> None:
+        """Append tokens of one sequence at consecutive positions.
+
+        tokens [n] ids; bits [n] uint32 patterns of fp32 log-probabilities; digests [n, 2] uint64
+        (low, high) of the whole logit rows, or None where they were not collected.
+        """
+        tokens, bits = np.asarray(tokens), mismatch.as_bits(bits)
+        if len(tokens) != len(bits) or (digests is not None and len(digests) != len(tokens)):
+            raise ValueError(f"sequence {sequence}: {len(tokens)} tokens, {len(bits)} values")
+        rows = np.zeros((len(tokens), 2), np.uint64) if digests is None else np.asarray(digests)
+        self._append(
+            {
+                "sequence": np.full(len(tokens), sequence),
+                "position": first_position + np.arange(len(tokens)),
+                "token": tokens,
+                "bits": bits,
+                "digest_low": rows[:, 0],
+                "digest_high": rows[:, 1],
+            }
+        )
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """All rows in (sequence, position) order; a key that occurs twice is refused."""
+        whole = {
+            name: np.concatenate(parts) if parts else np.zeros(0, _COLUMNS[name])
+            for name, parts in self._parts.items()
+        }
+        order = np.lexsort((whole["position"], whole["sequence"]))
+        whole = {name: column[order] for name, column in whole.items()}
+        keys = self._keys(whole)
+        if len(np.unique(keys)) != len(keys):
+            raise ValueError("a (sequence, position) occurs twice in one stream")
+        return whole
+
+    @staticmethod
+    def _keys(columns: dict[str, np.ndarray]) -> np.ndarray:
+        return columns["sequence"].astype(np.int64) << 32 | columns["position"].astype(np.int64)
+
+    def save(self, path: Path) -> None:
+        np.savez(path, **self.columns())  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: Path) -> Stream:
+        with np.load(path) as stored:
+            return cls({name: stored[name] for name in _COLUMNS})
+
+
+def _sha(values: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
+
+
+def compare(left: Stream, right: Stream, what: str = "logprob") -> Counts:
+    """Compare what both streams hold. `what`: "logprob" (bit patterns) or "row" (logit-row digests).
+
+    Tokens at one key must be the same token: a difference there is a broken capsule, not a
+    numerical result, and is refused.
+    """
+    a, b = left.columns(), right.columns()
+    _, ia, ib = np.intersect1d(Stream._keys(a), Stream._keys(b), return_indices=True)
+    a = {name: column[ia] for name, column in a.items()}
+    b = {name: column[ib] for name, column in b.items()}
+    wrong = np.flatnonzero(a["token"] != b["token"])
+    if wrong.size:
+        i = int(wrong[0])
+        raise Refused(
+            "SB0901",
+            seen=f"sequence {a['sequence'][i]} position {a['position'][i]}: tokens "
+            f"{a['token'][i]} and {b['token'][i]}",
+            required="both sides score the same token ids",
+            hint="samebits explain SB0901",
+        )
+    if what == "row":
+        have = (a["digest_low"] | a["digest_high"]) != 0
+        have &= (b["digest_low"] | b["digest_high"]) != 0
+        a = {name: column[have] for name, column in a.items()}
+        b = {name: column[have] for name, column in b.items()}
+        differs = (a["digest_low"] != b["digest_low"]) | (a["digest_high"] != b["digest_high"])
+        values = None
+        shown = [f"{h:016x}{lo:016x}" for h, lo in zip(a["digest_high"], a["digest_low"], strict=True)]
+        other = [f"{h:016x}{lo:016x}" for h, lo in zip(b["digest_high"], b["digest_low"], strict=True)]
+        digests = (
+            _sha(np.stack([a["digest_high"], a["digest_low"]])),
+            _sha(np.stack([b["digest_high"], b["digest_low"]])),
+        )
+    else:
+        nan = np.isnan(a["bits"].view(np.float32)) | np.isnan(b["bits"].view(np.float32))
+        differs = (a["bits"] != b["bits"]) | nan
+        values = mismatch.measure(a["bits"], b["bits"])
+        shown = [f"{x:08x}" for x in a["bits"]]
+        other = [f"{x:08x}" for x in b["bits"]]
+        digests = (_sha(a["bits"]), _sha(b["bits"]))
+    first = None
+    if differs.any():
+        i = int(np.flatnonzero(differs)[0])
+        first = FirstDifference(
+            int(a["sequence"][i]), int(a["position"][i]), int(a["token"][i]), shown[i], other[i]
+        )
+    return Counts(len(differs), int(differs.sum()), values, first, *digests)
