@@ -1,0 +1,39 @@
+# Targets for people. Every target can be run again: what is already there is reused.
+SHELL := /bin/bash
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+CASE ?= smollm2-135m
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check prove verify clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  PYTHON=python3.12 and CASE=qwen3-tiny can be given on the command line"
+
+setup: ## virtual environment, pinned upstreams fetched and patched (about 5 minutes, 4 GB of disk)
+	@PYTHON=$(PYTHON) VENV=$(VENV) scripts/setup.sh
+
+demo: setup ## prove the case smollm2-135m end to end on this CPU
+	@$(BIN)/samebits prove $(CASE)
+
+prove: setup ## prove CASE and record its evidence in cases/CASE/evidence
+	@$(BIN)/samebits prove $(CASE) --record
+
+verify: setup ## recompute the verdict of CASE from its recorded evidence
+	@$(BIN)/samebits verify $(CASE)
+
+test: setup ## the test suite
+	@$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: setup ## the tests that take minutes each
+	@$(BIN)/python -m pytest -m "slow and not gpu"
+
+check: setup ## lint, format, types, patch series, generated pages
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/samebits patch check
+
+clean: ## remove build products (never evidence, never edited upstream trees)
+	@rm -rf build/capsules build/arms .pytest_cache .ruff_cache .mypy_cache
