@@ -1,0 +1,142 @@
+"""Matrix products of bf16 operands with an fp32 accumulator, invariant to everything but their row.
+
+Every output element is one dot product whose schedule (`reference.py`) depends on K and on the
+number of leaves only. Inputs are bf16 CPU tensors; weights are [N, K], contiguous. Anything else is
+refused (SB0411 dtype or device, SB0412 shape, SB0413 layout). A NaN result carries no bit promise:
+comparisons fail on every NaN.
+
+All functions are differentiable. Gradients are fp32 matrix products rounded once to bf16; they
+carry no bit contract.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from samebits.errors import Refused
+from samebits.ops import jit, registry
+from samebits.ops.gemm import cpu
+from samebits.plan import ReductionPlan
+
+_WHOLE = ReductionPlan(1)
+_HINT = "samebits explain {}"
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K] bf16 times w [N, K] bf16, transposed -> [..., N] bf16.
+
+    Lanes of fp32 fma over K, folded by halves, rounded once; `bias` [N] bf16 is then added in fp32
+    and rounded again. Refuses with SB0411, SB0412, SB0413.
+    """
+    _check(x, w, bias)
+    registry.count_served("gemm.column", _rows(x))
+    y = _Matmul.apply(x, w, 1, torch.bfloat16)
+    return y if bias is None else y + bias
+
+
+def lm_head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """As `linear`, but returns the fp32 accumulator [..., N] without rounding."""
+    _check(x, w, None)
+    registry.count_served("gemm.lm_head", _rows(x))
+    return _Matmul.apply(x, w, 1, torch.float32)
+
+
+def row_parallel(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    plan: ReductionPlan,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """x [..., K_local] bf16 times w [N, K_local] bf16 -> [..., N] bf16, summed over `group`.
+
+    K = K_local * group size is cut into `plan.leaves` leaves. Each rank computes its leaves as
+    `linear` does, without rounding, and folds its subtree in fp32; the subtree roots are gathered
+    (bytes only move) and folded in rank order; the root is rounded once. So the result does not
+    depend on the group size. The backward has no collective: grad_x = grad_y @ w for the local
+    slice. Refuses with SB0402 (K does not divide), SB0403 (group does not divide the leaves),
+    SB0411 to SB0413.
+    """
+    _check(x, w, None)
+    size = 1 if group is None else dist.get_world_size(group)
+    local = plan.local(size)
+    local.cuts(x.shape[-1])
+    registry.count_served("gemm.row", _rows(x))
+    if size == 1:
+        return _Matmul.apply(x, w, local.leaves, torch.bfloat16)
+    return _RowParallel.apply(x, w, local.leaves, group)
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, leaves, dtype):
+        ctx.save_for_backward(x, w)
+        out = cpu.matmul(x.reshape(-1, x.shape[-1]), w, leaves, dtype)
+        return out.view(*x.shape[:-1], w.shape[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return *_gradients(grad, x, w, ctx.needs_input_grad), None, None
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, leaves, group):
+        ctx.save_for_backward(x, w)
+        mine = cpu.matmul(x.reshape(-1, x.shape[-1]), w, leaves, torch.float32)
+        roots = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(roots, mine, group=group)
+        out = cpu.to_bf16(ReductionPlan.fold(roots))
+        return out.view(*x.shape[:-1], w.shape[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return *_gradients(grad, x, w, ctx.needs_input_grad), None, None
+
+
+def _gradients(grad, x, w, needed):
+    g = grad.reshape(-1, grad.shape[-1]).float()
+    grad_x = grad_w = None
+    if needed[0]:
+        grad_x = (g @ w.float()).to(torch.bfloat16).view_as(x)
+    if needed[1]:
+        grad_w = (g.t() @ x.reshape(-1, x.shape[-1]).float()).to(torch.bfloat16)
+    return grad_x, grad_w
+
+
+def _rows(x: torch.Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
+    for name, tensor in (("x", x), ("w", w), ("bias", bias)):
+        if tensor is not None and (tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu"):
+            raise Refused(
+                "SB0411",
+                seen=f"{name} is {tensor.dtype} on {tensor.device}",
+                required="torch.bfloat16 on cpu",
+                hint=_HINT.format("SB0411"),
+            )
+    if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1] or w.shape[1] == 0:
+        raise Refused(
+            "SB0412",
+            seen=f"x {list(x.shape)}, w {list(w.shape)}",
+            required="x [..., K] and w [N, K] with the same K > 0",
+            hint=_HINT.format("SB0412"),
+        )
+    if bias is not None and bias.shape != (w.shape[0],):
+        raise Refused(
+            "SB0412",
+            seen=f"bias {list(bias.shape)}, w {list(w.shape)}",
+            required=f"bias [{w.shape[0]}]",
+            hint=_HINT.format("SB0412"),
+        )
+    if not w.is_contiguous():
+        raise Refused(
+            "SB0413",
+            seen=f"w with strides {list(w.stride())}",
+            required="a contiguous [N, K] weight (a copy would hide stale weights)",
+            hint=_HINT.format("SB0413"),
+        )
