@@ -18,15 +18,15 @@ fi
 exec 9>".setup.lock"
 flock 9
 
-tag=$({ "$PYTHON" --version; cat requirements.lock; } | sha256sum | cut -c1-16)
+tag=$({ "$PYTHON" --version; cat scripts/requirements.lock; } | sha256sum | cut -c1-16)
 stamp="$VENV/.setup-$tag"
 if [ ! -e "$stamp" ]; then
     [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
     pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
-    echo "setup: installing torch and $(grep -c == requirements.lock) pinned packages" >&2
+    echo "setup: installing torch and $(grep -c == scripts/requirements.lock) pinned packages" >&2
     # torch first and with its dependencies: on Python 3.12 its build brings CUDA libraries.
-    pip "$(grep '^torch==' requirements.lock)"
-    pip --no-deps -r requirements.lock
+    pip "$(grep '^torch==' scripts/requirements.lock)"
+    pip --no-deps -r scripts/requirements.lock
     pip --no-deps -e .
     touch "$stamp"
 fi
