@@ -1,0 +1,64 @@
+"""Leg O: an fp32 oracle. Equal bits on both sides can be equally wrong; this leg sees that.
+
+The oracle is the Hugging Face model of the same architecture with the same bf16 weights, computed
+in fp32 by transformers. It shares no operator with this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from samebits.gates.streams import Stream
+
+
+def score(model_dir: Path, sequences: Sequence[Sequence[int]]) -> Stream:
+    """Score whole sequences (token ids); position i holds log p(token i | tokens < i)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from samebits.weights.sources import open_model
+
+    config = AutoConfig.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    state = {name: tensor.float() for name, tensor in open_model(model_dir)}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if set(missing) - tied or unexpected:
+        raise RuntimeError(f"oracle weights: missing {missing}, unexpected {unexpected}")
+    model.tie_weights()
+    model.eval()
+    stream = Stream()
+    with torch.inference_mode():
+        for index, sequence in enumerate(sequences):
+            if len(sequence) < 2:
+                continue
+            ids = torch.tensor([list(sequence)])
+            logits = model(ids).logits[0, :-1].double()
+            logp = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            stream.add(index, 1, sequence[1:], logp.float().numpy())
+    return stream
+
+
+def distance(stream: Stream, oracle: Stream) -> tuple[int, float, float]:
+    """(tokens, mean |dlogp|, max |dlogp|) of a stream to the oracle over the tokens both hold."""
+    from samebits.gates.streams import compare
+
+    counts = compare(stream, oracle)
+    if counts.values is None or counts.tokens == 0:
+        return 0, float("nan"), float("nan")
+    return counts.tokens, counts.values.mean_abs, counts.values.max_abs
+
+
+def excess(aligned: Stream, stock: Stream, oracle: Stream) -> np.ndarray:
+    """|aligned - oracle| - |stock - oracle| per token that all three hold, in nats."""
+    tables = [s.columns() for s in (aligned, stock, oracle)]
+    keys = [t["sequence"].astype(np.int64) << 32 | t["position"] for t in tables]
+    common = sorted(set(keys[0]) & set(keys[1]) & set(keys[2]))
+    values = []
+    for table, key in zip(tables, keys, strict=True):
+        where = np.searchsorted(key, common)
+        values.append(table["bits"][where].view(np.float32).astype(np.float64))
+    return np.abs(values[0] - values[2]) - np.abs(values[1] - values[2])
