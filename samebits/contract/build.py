@@ -1,0 +1,225 @@
+"""Build a contract from a recipe and the installed operators; admit a new platform."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samebits import recipe as recipes
+from samebits.contract import canonical
+from samebits.contract.dims import dims_of
+from samebits.contract.model import CASES, Contract, compute_digests
+from samebits.contract.platform import Binding, describe, run_probes
+from samebits.errors import Refused
+from samebits.plan import ReductionPlan
+
+if TYPE_CHECKING:
+    from samebits.ops.registry import Implementation
+
+# A constant that an implementation registers with this value is filled in from the recipe.
+FROM_CONTRACT = "contract"
+
+
+def _check_expressible(recipe: recipes.Recipe) -> None:
+    """Refuse dimensions that the reduction plan, or a claimed layout, cannot express."""
+    config = recipe.config
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    plan = ReductionPlan(recipe.leaves)
+    for length in (heads * config["head_dim"], config["intermediate_size"]):
+        plan.cuts(length)
+    vocabulary = ReductionPlan(recipe.vocabulary_leaves)
+    vocabulary.cuts(config["vocab_size"])
+    for size in sorted({*recipe.trainer_tp, *recipe.rollout_tp}):
+        plan.local(size)
+        vocabulary.local(size)
+        if heads % size or kv_heads % size:
+            raise Refused(
+                "SB0316",
+                seen=f"{recipe.case}: {heads} heads and {kv_heads} KV heads over {size} ranks",
+                required="head counts that divide by every claimed tensor-parallel size",
+                hint="samebits explain SB0316",
+            )
+
+
+def _constants(recipe: recipes.Recipe, implementation: Implementation) -> dict[str, Any]:
+    """What the implementation fixes, with what the recipe decides filled in."""
+    decided = {
+        "gemm.row": {"leaves": recipe.leaves},
+        "logprob": {"leaves": recipe.vocabulary_leaves},
+        "attention": {"partition": recipe.attention_partition},
+        "norm.rms": {"eps": canonical.float_bits(float(recipe.config["rms_norm_eps"]))},
+        "rope": {"theta": canonical.float_bits(float(recipe.config["rope_theta"]))},
+    }.get(implementation.region, {})
+    constants: dict[str, Any] = dict(implementation.constants)
+    for name, value in decided.items():
+        if constants.get(name, FROM_CONTRACT) not in (FROM_CONTRACT, value):
+            raise Refused(
+                "SB0319",
+                seen=f"{implementation.id} fixes {name}={constants[name]}",
+                required=f"{name}={value}, which the recipe of {recipe.case} asks for",
+                hint="samebits explain SB0319",
+            )
+        constants[name] = value
+    return constants
+
+
+def _composition(
+    recipe: recipes.Recipe, installed: Mapping[str, Implementation]
+) -> list[dict[str, Any]]:
+    from samebits.ops import registry
+
+    missing = [region for region in registry.REGIONS if region not in installed]
+    if missing:
+        raise Refused(
+            "SB0318",
+            seen=f"no implementation of {', '.join(missing)}",
+            required="one for every region of the model",
+            hint="samebits explain SB0318",
+        )
+    return [
+        {
+            "regions": [region],
+            "cases": list(CASES),
+            "implementation": installed[region].id,
+            "modules": list(installed[region].modules),
+            "content_hash": installed[region].content_hash(),
+            "constants": _constants(recipe, installed[region]),
+        }
+        for region in registry.REGIONS
+    ]
+
+
+def _kept_answers(
+    previous: Contract | None, composition: list[dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Known answers of an earlier build, for the regions whose entry did not change."""
+    if previous is None:
+        return {}
+    unchanged = {e["regions"][0] for e in composition if e in previous.data["composition"]}
+    kept: dict[str, dict[str, Any]] = {}
+    for key, record in previous.data["platforms"].items():
+        answers = {r: a for r, a in record["known_answers"].items() if r in unchanged}
+        if answers:
+            kept[key] = {"description": record["description"], "known_answers": answers}
+    return kept
+
+
+def build(
+    recipe: recipes.Recipe,
+    implementations: Mapping[str, Implementation] | None = None,
+    previous: Contract | None = None,
+    *,
+    renew: bool = False,
+) -> Contract:
+    """Contract of a recipe. The same inputs give the same bytes.
+
+    previous  an earlier build, whose known answers for unchanged entries stay on record
+    renew     replace answers that this platform recorded earlier, instead of refusing (SB0310)
+              when an operator gives other bits although its source did not change
+    """
+    from samebits.ops import registry
+
+    _check_expressible(recipe)
+    installed = registry.implementations("cpu") if implementations is None else implementations
+    composition = _composition(recipe, installed)
+    description = describe()
+    key = canonical.digest(description)
+    answers = run_probes({region: installed[region] for region in registry.REGIONS})
+    platforms = _kept_answers(previous, composition)
+    recorded = platforms.get(key, {"known_answers": {}})["known_answers"]
+    for region, answer in recorded.items():
+        if answers[region] != answer and not renew:
+            raise Refused(
+                "SB0310",
+                seen=f"{region}: probe answered {answers[region]}, and its source is unchanged",
+                required=f"{answer}, recorded earlier for this platform",
+                hint=f"samebits contract build {recipe.case} --renew",
+            )
+    platforms[key] = {"description": description, "known_answers": answers}
+    dims = dims_of(recipe.config, recipe.architecture)
+    return seal(
+        {
+            "schema_version": 1,
+            "model": {
+                "case": recipe.case,
+                "architecture": recipe.architecture,
+                "dims": dims,
+                "dims_digest": canonical.digest(dims),
+                "config_digest": canonical.digest(recipe.data["model"]),
+            },
+            "cases": list(CASES),
+            "composition": composition,
+            "claims": {
+                "topology": {
+                    "trainer_tp": {"sizes": sorted(recipe.trainer_tp), "evidence": None},
+                    "rollout_tp": {"sizes": sorted(recipe.rollout_tp), "evidence": None},
+                },
+                "state_invalidation": {
+                    "kv_cache": ["weight_sync"],
+                    "prefix_cache": ["weight_sync"],
+                },
+                "tolerances": [],
+            },
+            "deployment": dict(recipe.engine) | {"weight_transport": "shared_memory"},
+            "platforms": platforms,
+        }
+    )
+
+
+def seal(data: dict[str, Any], path: Path | None = None) -> Contract:
+    """Compute the digests of a contract document and validate the result."""
+    data = {name: value for name, value in data.items() if name != "digests"}
+    data["digests"] = compute_digests(data)
+    return Contract.parse(canonical.encode(data, "contract"), path)
+
+
+def admit(contract: Contract, rollout: Binding, trainer: Binding) -> Contract:
+    """The contract with this platform's answers added, after both engines gave the same ones."""
+    rollout.check_peer(trainer.answers)
+    platforms = dict(contract.data["platforms"])
+    kept = platforms.get(rollout.platform, {"known_answers": {}})["known_answers"]
+    answers = dict(rollout.answers) | dict(trainer.answers)
+    platforms[rollout.platform] = {
+        "description": dict(rollout.description),
+        "known_answers": answers | kept,
+    }
+    return seal(dict(contract.data) | {"platforms": platforms}, contract.path)
+
+
+def write(contract: Contract, path: Path) -> bool:
+    """Write atomically; False when the file already holds these bytes."""
+    if path.exists() and path.read_bytes() == contract.raw:
+        return False
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".contract.", delete=False) as file:
+        try:
+            file.write(contract.raw)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    return True
+
+
+def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(path, left, right) of every leaf in which two contract documents differ."""
+    found: list[tuple[str, Any, Any]] = []
+
+    def walk(where: str, a: Any, b: Any) -> None:
+        if isinstance(a, dict) and isinstance(b, dict):
+            for name in sorted({*a, *b}):
+                walk(f"{where}.{name}".lstrip("."), a.get(name), b.get(name))
+        elif a != b:
+            found.append((where, a, b))
+
+    def flat(data: Mapping[str, Any]) -> dict[str, Any]:
+        entries = {"+".join(e["regions"]): e for e in data["composition"]}
+        return dict(data) | {"composition": entries}
+
+    walk("", flat(left), flat(right))
+    return found

@@ -1,0 +1,131 @@
+"""This process's platform, and binding a contract to the operators that are installed in it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from samebits import bits, runtime
+from samebits.contract import canonical
+from samebits.errors import Refused
+
+if TYPE_CHECKING:
+    from samebits.contract.model import Contract
+    from samebits.ops.registry import Implementation
+
+_PACKAGES = ("torch", "numpy", "numba", "llvmlite")
+
+
+def describe() -> dict[str, str]:
+    """What can move bits on a CPU: instruction set, and the packages that compute or compile."""
+    import torch
+
+    description = {
+        "kind": "cpu",
+        "machine": platform.machine(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+    }
+    return description | {name: metadata.version(name) for name in _PACKAGES}
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Outcome of `Contract.bind` in one process.
+
+    status   `known`: every probe equals its recorded answer; `new platform`: some have no record
+             here, so both engines must show equal `answers`; `planted fault`: a negative control,
+             whose answers are not judged
+    """
+
+    role: str
+    status: str
+    platform: str
+    description: Mapping[str, str]
+    answers: Mapping[str, str]
+
+    def check_peer(self, answers: Mapping[str, str]) -> None:
+        """Refuse unless the other engine's probes gave the same answers."""
+        differing = sorted(
+            region
+            for region in {*self.answers, *answers}
+            if self.answers.get(region) != answers.get(region)
+        )
+        if differing:
+            raise Refused(
+                "SB0320",
+                seen=f"probe answers of the two engines differ for {', '.join(differing)}",
+                required="equal answers, recorded or not",
+                hint="samebits doctor",
+            )
+
+
+def _check_installed(entry: Mapping, region: str, installed: Mapping[str, Implementation]) -> None:
+    implementation = installed.get(region)
+    if implementation is None or implementation.id != entry["implementation"]:
+        raise Refused(
+            "SB0308",
+            seen=f"{region}: {implementation.id if implementation else 'nothing'} is installed",
+            required=f"{entry['implementation']}, which the contract binds",
+            hint="samebits explain SB0308",
+        )
+    content = implementation.content_hash()
+    if content != entry["content_hash"]:
+        raise Refused(
+            "SB0309",
+            seen=f"{region}: source of {implementation.id} has hash {content[:16]}..",
+            required=f"{entry['content_hash'][:16]}.., which the contract binds",
+            hint="samebits explain SB0309",
+        )
+
+
+def run_probes(installed: Mapping[str, Implementation]) -> dict[str, str]:
+    """Region -> 128-bit digest of its probe's outputs. Served counts are left as they were."""
+    from samebits.ops import registry
+
+    before = registry.served()
+    answers = {region: bits.hex_digest(impl.probe()) for region, impl in installed.items()}
+    registry.reset_served()
+    for region, rows in before.items():
+        registry.count_served(region, rows)
+    return answers
+
+
+def bind(
+    contract: Contract, role: str, implementations: Mapping[str, Implementation] | None = None
+) -> Binding:
+    """Check every bound implementation by id and source, run the probes, judge the answers.
+
+    `implementations` defaults to those registered for this platform. Refuses on a missing or
+    other implementation (SB0308), changed source (SB0309) or a wrong answer (SB0310).
+    """
+    from samebits.contract.model import ROLES
+    from samebits.ops import registry
+
+    cases = ROLES[role]
+    available = registry.implementations("cpu") if implementations is None else implementations
+    bound = {
+        region: contract.entry(region)
+        for region in contract.regions
+        if set(cases) & set(contract.entry(region)["cases"])
+    }
+    for region, entry in bound.items():
+        _check_installed(entry, region, available)
+    description = describe()
+    key = canonical.digest(description)
+    answers = run_probes({region: available[region] for region in bound})
+    if runtime.fault() is not None:
+        return Binding(role, "planted fault", key, description, answers)
+    recorded = contract.data["platforms"].get(key, {"known_answers": {}})["known_answers"]
+    for region, answer in answers.items():
+        if recorded.get(region, answer) != answer:
+            raise Refused(
+                "SB0310",
+                seen=f"{region}: probe answered {answer}",
+                required=f"{recorded[region]}, recorded for this platform",
+                hint="samebits doctor",
+            )
+    status = "known" if set(recorded) >= set(answers) else "new platform"
+    return Binding(role, status, key, description, answers)

@@ -1,0 +1,213 @@
+"""A model case's `recipe.yaml`: everything a gate, an engine or a contract is told about a model.
+
+Closed keys (`recipe.schema.json`), no floats: a real number is a decimal string, so that one
+recipe has one digest. Loading needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from samebits.contract import canonical
+from samebits.errors import Refused
+
+_DECIMAL_FIELDS = ("rms_norm_eps", "rope_theta")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML's safe subset; a key given twice is refused rather than overwritten."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise Refused(
+                    "SB0306",
+                    seen=f"key {key!r} twice, {node.start_mark}".replace("\n", " "),
+                    required="every key once",
+                    hint="samebits explain SB0306",
+                )
+        return super().construct_mapping(node, deep)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What one leg must show: `tokens` is the least number compared, `hazards` must all fire.
+
+    `control` is `stock` or the name of a planted fault.
+    """
+
+    tokens: int
+    hazards: tuple[str, ...]
+    control: str
+    options: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One model case. `data` is the validated document; `path` the file it came from."""
+
+    path: Path
+    data: Mapping[str, Any]
+
+    @property
+    def case(self) -> str:
+        return self.data["case"]
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+    @property
+    def contract_path(self) -> Path:
+        return self.folder / "contract.json"
+
+    @property
+    def evidence_path(self) -> Path:
+        return self.folder / "evidence.json"
+
+    @property
+    def architecture(self) -> str:
+        """`llama` or `qwen3`."""
+        return self.data["model"]["architecture"]
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """Where the weights come from: `kind` is `gguf-wheel` or `counter-hash`."""
+        return self.data["model"]["source"]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The model's dimensions as written: integers, booleans and decimal strings."""
+        return self.data["model"]["config"]
+
+    @property
+    def series(self) -> Mapping[str, str]:
+        """Upstream -> name of its patch series."""
+        return self.data["series"]
+
+    @property
+    def leaves(self) -> int:
+        return self.data["contract"]["reduction_leaves"]
+
+    @property
+    def attention_partition(self) -> int:
+        return self.data["contract"]["attention_partition"]
+
+    @property
+    def vocabulary_leaves(self) -> int:
+        return self.data["contract"]["vocabulary_leaves"]
+
+    @property
+    def trainer_tp(self) -> tuple[int, ...]:
+        return tuple(self.data["layouts"]["trainer_tp"])
+
+    @property
+    def rollout_tp(self) -> tuple[int, ...]:
+        return tuple(self.data["layouts"]["rollout_tp"])
+
+    @property
+    def engine(self) -> Mapping[str, int]:
+        return self.data["engine"]
+
+    @property
+    def legs(self) -> dict[str, Leg]:
+        known = ("tokens", "hazards", "control")
+        return {
+            name: Leg(
+                leg["tokens"],
+                tuple(leg["hazards"]),
+                leg["control"],
+                {key: value for key, value in leg.items() if key not in known},
+            )
+            for name, leg in self.data["legs"].items()
+        }
+
+    @property
+    def rl(self) -> Mapping[str, Any] | None:
+        return self.data.get("rl")
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the canonical document; comments and layout of the YAML do not count."""
+        return canonical.digest(self.data)
+
+    def hf_config(self) -> dict[str, Any]:
+        """Keyword arguments of the Hugging Face config class, decimal strings turned into floats."""
+        values = dict(self.config)
+        for name in _DECIMAL_FIELDS:
+            values[name] = float(values[name])
+        return values
+
+
+def schema() -> dict[str, Any]:
+    text = importlib.resources.files("samebits").joinpath("recipe.schema.json").read_text()
+    return json.loads(text)
+
+
+def cases_folder() -> Path:
+    """`cases/` of the working directory, or else of the source tree."""
+    here = Path.cwd() / "cases"
+    return here if here.is_dir() else Path(__file__).resolve().parents[1] / "cases"
+
+
+def known_cases() -> list[str]:
+    """Names of all cases that have a recipe; a folder that starts with `_` is no case."""
+    found = cases_folder().glob("*/recipe.yaml")
+    return sorted(p.parent.name for p in found if not p.parent.name.startswith("_"))
+
+
+def find(case: str | Path) -> Path:
+    """The recipe file of a case name, a case folder or a recipe file."""
+    given = Path(case)
+    for candidate in (given, given / "recipe.yaml", cases_folder() / given / "recipe.yaml"):
+        if candidate.is_file() and candidate.name == "recipe.yaml":
+            return candidate.resolve()
+    raise Refused(
+        "SB0322",
+        seen=f"no case {str(case)!r}",
+        required=f"one of: {', '.join(known_cases()) or '(none found)'}; or a path to a recipe.yaml",
+        hint="samebits case list",
+    )
+
+
+def load(case: str | Path) -> Recipe:
+    """Load and validate the recipe of a case (name, folder or file)."""
+    path = find(case)
+    try:
+        data = yaml.load(path.read_text(), _StrictLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise Refused(
+            "SB0314",
+            seen=f"{path}: {' '.join(str(error).split())}",
+            required="valid YAML",
+            hint="samebits explain SB0314",
+        ) from None
+    canonical.encode(data, str(path))  # refuses floats before the schema can call them numbers
+    canonical.check_schema(data, schema(), "SB0314", str(path))
+    for name in _DECIMAL_FIELDS:
+        _decimal(data["model"]["config"][name], f"{path}, model/config/{name}")
+    if "rl" in data:
+        _decimal(data["rl"]["learning_rate"], f"{path}, rl/learning_rate")
+    return Recipe(path, data)
+
+
+def _decimal(text: str, where: str) -> None:
+    try:
+        ok = float(text) > 0 and float(text) != float("inf")
+    except ValueError:
+        ok = False
+    if not ok:
+        raise Refused(
+            "SB0314",
+            seen=f"{where} is {text!r}",
+            required="a positive decimal number in quotes",
+            hint="samebits explain SB0314",
+        )
