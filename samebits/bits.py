@@ -69,7 +69,9 @@ def _ordered(bits: np.ndarray) -> np.ndarray:
 def compare(left, right) -> Comparison:
     """Compare two tensors of one shape and dtype by bit pattern. NaN never passes."""
     if tuple(left.shape) != tuple(right.shape) or left.dtype != right.dtype:
-        raise ValueError(f"cannot compare {left.shape} {left.dtype} with {right.shape} {right.dtype}")
+        raise ValueError(
+            f"cannot compare {left.shape} {left.dtype} with {right.shape} {right.dtype}"
+        )
     a, b = int_view(left), int_view(right)
     nan = _nan_mask(left) | _nan_mask(right)
     bad = (a != b) | nan
@@ -79,11 +81,10 @@ def compare(left, right) -> Comparison:
     flat = int(np.flatnonzero(bad.ravel())[0])
     index = tuple(int(i) for i in np.unravel_index(flat, a.shape))
     digits = a.dtype.itemsize * 2
-    first = Difference(index, f"{int(a.ravel()[flat]):0{digits}x}", f"{int(b.ravel()[flat]):0{digits}x}")
-    if nan.any() or a.dtype.itemsize > 4:
-        ulp = -1
-    else:
-        ulp = int(np.abs(_ordered(a) - _ordered(b)).max())
+    first = Difference(
+        index, f"{int(a.ravel()[flat]):0{digits}x}", f"{int(b.ravel()[flat]):0{digits}x}"
+    )
+    ulp = -1 if nan.any() or a.dtype.itemsize > 4 else int(np.abs(_ordered(a) - _ordered(b)).max())
     return Comparison(a.size, count, ulp, first)
 
 
@@ -106,7 +107,9 @@ def mixsum(x, index: np.ndarray | None = None) -> int:
     digests of disjoint shards add up (`add_digests`) to the digest of the whole, in any order.
     """
     bits = int_view(x).ravel().astype(np.uint64)
-    where = np.arange(bits.size, dtype=np.uint64) if index is None else index.ravel().astype(np.uint64)
+    where = (
+        np.arange(bits.size, dtype=np.uint64) if index is None else index.ravel().astype(np.uint64)
+    )
     with np.errstate(over="ignore"):
         seed = _mix(where * _G + _G)
         low = int(_mix(seed ^ bits).sum(dtype=np.uint64))

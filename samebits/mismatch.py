@@ -34,7 +34,7 @@ class Mismatch:
 
 
 def as_bits(logprobs) -> np.ndarray:
-    """uint32 patterns of fp32 log-probabilities given as array, tensor, list of floats or patterns."""
+    """uint32 patterns of fp32 log-probabilities: array, tensor, list of floats, or patterns."""
     if isinstance(logprobs, np.ndarray) and logprobs.dtype == np.uint32:
         return logprobs
     if hasattr(logprobs, "detach"):

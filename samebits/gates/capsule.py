@@ -23,7 +23,14 @@ class Request:
 
 
 def synthetic(
-    *, vocabulary: int, block_size: int, budget: int, max_model_len: int, max_tokens: int, count: int, seed: int
+    *,
+    vocabulary: int,
+    block_size: int,
+    budget: int,
+    max_model_len: int,
+    max_tokens: int,
+    count: int,
+    seed: int,
 ) -> list[Request]:
     """Requests of random ids that cover the scheduler's corners, then random lengths up to `count`.
 
@@ -67,4 +74,7 @@ def write(requests: list[Request], path: Path) -> str:
 
 
 def read(path: Path) -> list[Request]:
-    return [Request(**{**record, "prompt": tuple(record["prompt"])}) for record in json.loads(path.read_text())]
+    return [
+        Request(**{**record, "prompt": tuple(record["prompt"])})
+        for record in json.loads(path.read_text())
+    ]

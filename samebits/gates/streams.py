@@ -112,7 +112,7 @@ def _sha(values: np.ndarray) -> str:
 
 
 def compare(left: Stream, right: Stream, what: str = "logprob") -> Counts:
-    """Compare what both streams hold. `what`: "logprob" (bit patterns) or "row" (logit-row digests).
+    """Compare what both streams hold. `what` is "logprob" (bits) or "row" (logit-row digests).
 
     Tokens at one key must be the same token: a difference there is a broken capsule, not a
     numerical result, and is refused.
@@ -138,8 +138,12 @@ def compare(left: Stream, right: Stream, what: str = "logprob") -> Counts:
         b = {name: column[have] for name, column in b.items()}
         differs = (a["digest_low"] != b["digest_low"]) | (a["digest_high"] != b["digest_high"])
         values = None
-        shown = [f"{h:016x}{lo:016x}" for h, lo in zip(a["digest_high"], a["digest_low"], strict=True)]
-        other = [f"{h:016x}{lo:016x}" for h, lo in zip(b["digest_high"], b["digest_low"], strict=True)]
+        shown = [
+            f"{h:016x}{lo:016x}" for h, lo in zip(a["digest_high"], a["digest_low"], strict=True)
+        ]
+        other = [
+            f"{h:016x}{lo:016x}" for h, lo in zip(b["digest_high"], b["digest_low"], strict=True)
+        ]
         digests = (
             _sha(np.stack([a["digest_high"], a["digest_low"]])),
             _sha(np.stack([b["digest_high"], b["digest_low"]])),

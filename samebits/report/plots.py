@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import matplotlib
 
 matplotlib.use("Agg")
+import itertools
+
 import matplotlib.pyplot as plt
 
 ALIGNED, STOCK = "#1b6e53", "#b3412c"
@@ -26,9 +28,14 @@ def _uri(figure) -> str:
 def difference_per_step(aligned: Sequence[float], stock: Sequence[float]) -> str:
     """Largest |dlogp| of every RL step, aligned against stock, as a data URI."""
     figure, axis = plt.subplots(figsize=(7, 3))
-    for values, colour, name, marker in ((stock, STOCK, "stock", "o"), (aligned, ALIGNED, "aligned", "s")):
+    for values, colour, name, marker in (
+        (stock, STOCK, "stock", "o"),
+        (aligned, ALIGNED, "aligned", "s"),
+    ):
         steps = range(1, len(values) + 1)
-        axis.semilogy(steps, [max(v, FLOOR) for v in values], marker=marker, color=colour, label=name)
+        axis.semilogy(
+            steps, [max(v, FLOOR) for v in values], marker=marker, color=colour, label=name
+        )
     axis.set_yticks([FLOOR, 1e-6, 1e-4, 1e-2, 1], ["exactly 0", "1e-6", "1e-4", "1e-2", "1"])
     axis.set_ylim(FLOOR / 3, 3)
     axis.set_xticks(range(1, max(len(aligned), len(stock), 1) + 1))
@@ -40,14 +47,14 @@ def difference_per_step(aligned: Sequence[float], stock: Sequence[float]) -> str
 
 
 def difference_histogram(differences: dict[str, Sequence[float]]) -> str:
-    """Share of tokens by |dlogp| in decades, one series per arm; the first bar is exact equality."""
+    """Share of tokens by |dlogp| in decades, one series per arm; the first bar is equality."""
     edges = [0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, float("inf")]
     names = ["0 (same bits)"] + [f"< {e:.0e}" for e in edges[1:-1]] + [">= 1"]
     figure, axis = plt.subplots(figsize=(7, 3))
     width = 0.8 / max(1, len(differences))
     for i, (arm, values) in enumerate(differences.items()):
         counts = [sum(v == 0.0 for v in values)]
-        spans = list(zip(edges[:-1], edges[1:], strict=True))
+        spans = list(itertools.pairwise(edges))
         counts += [sum(v > 0 and lo <= v < hi for v in values) for lo, hi in spans]
         share = [100.0 * c / max(1, len(values)) for c in counts]
         where = [x + (i - (len(differences) - 1) / 2) * width for x in range(len(names))]

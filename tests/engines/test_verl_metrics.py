@@ -24,9 +24,13 @@ def test_one_changed_bit_of_a_tiny_probability_is_counted():
     trainer = rollout.clone()
     trainer.view(torch.int32)[1, 2] += 1
     mask = torch.ones(2, 4, dtype=torch.bool)
-    assert logprob_bit_metrics(rollout, trainer, mask)["training/rollout_logp_mismatched_tokens"] == 1
+    assert (
+        logprob_bit_metrics(rollout, trainer, mask)["training/rollout_logp_mismatched_tokens"] == 1
+    )
     mask[1, 2] = False
-    assert logprob_bit_metrics(rollout, trainer, mask)["training/rollout_logp_mismatched_tokens"] == 0
+    assert (
+        logprob_bit_metrics(rollout, trainer, mask)["training/rollout_logp_mismatched_tokens"] == 0
+    )
 
 
 def test_signed_zero_and_nan_are_mismatches():
@@ -55,8 +59,11 @@ def test_patched_metrics_count_bits():
 
     tree = tree_path("verl", "smollm2-135m")
     done = subprocess.run(
-        [sys.executable, "-c", _PATCHED], env={"PYTHONPATH": str(tree), "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", _PATCHED],
+        env={"PYTHONPATH": str(tree), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert int(np.int64(done.stdout.split()[-1])) == 1
