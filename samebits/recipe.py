@@ -140,7 +140,7 @@ class Recipe:
         return canonical.digest(self.data)
 
     def hf_config(self) -> dict[str, Any]:
-        """Keyword arguments of the Hugging Face config class, decimal strings turned into floats."""
+        """Arguments of the Hugging Face config class, decimal strings turned into floats."""
         values = dict(self.config)
         for name in _DECIMAL_FIELDS:
             values[name] = float(values[name])
@@ -173,7 +173,7 @@ def find(case: str | Path) -> Path:
     raise Refused(
         "SB0322",
         seen=f"no case {str(case)!r}",
-        required=f"one of: {', '.join(known_cases()) or '(none found)'}; or a path to a recipe.yaml",
+        required=f"one of: {', '.join(known_cases()) or '(none found)'}; or a recipe.yaml",
         hint="samebits case list",
     )
 

@@ -46,15 +46,15 @@ def _check_expressible(recipe: recipes.Recipe) -> None:
 
 def _constants(recipe: recipes.Recipe, implementation: Implementation) -> dict[str, Any]:
     """What the implementation fixes, with what the recipe decides filled in."""
-    decided = {
+    decisions: dict[str, dict[str, Any]] = {
         "gemm.row": {"leaves": recipe.leaves},
         "logprob": {"leaves": recipe.vocabulary_leaves},
         "attention": {"partition": recipe.attention_partition},
         "norm.rms": {"eps": canonical.float_bits(float(recipe.config["rms_norm_eps"]))},
         "rope": {"theta": canonical.float_bits(float(recipe.config["rope_theta"]))},
-    }.get(implementation.region, {})
+    }
     constants: dict[str, Any] = dict(implementation.constants)
-    for name, value in decided.items():
+    for name, value in decisions.get(implementation.region, {}).items():
         if constants.get(name, FROM_CONTRACT) not in (FROM_CONTRACT, value):
             raise Refused(
                 "SB0319",

@@ -88,7 +88,7 @@ class Contract:
 
     @classmethod
     def parse(cls, raw: bytes, path: Path | None = None) -> Contract:
-        """Validate contract bytes: strict JSON, closed schema, canonical form, recomputed digests."""
+        """Validate bytes: strict JSON, closed schema, canonical form, recomputed digests."""
         what = str(path or "contract")
         data = canonical.decode(raw, what)
         canonical.check_schema(data, schema(), "SB0304", what)
