@@ -15,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from samebits.ops.jit import kernel
+from samebits.ops.scalar import bits_of, float_of
 
 LANES = 16
 
@@ -77,9 +78,7 @@ def _fold(builder, accumulators: list) -> list:
         level = []
         for i in _FOLD_ORDER:
             a = filled[i]
-            level.append(
-                builder.fadd(_shuffle(builder, a, a, low), _shuffle(builder, a, a, high))
-            )
+            level.append(builder.fadd(_shuffle(builder, a, a, low), _shuffle(builder, a, a, high)))
         for lo, hi in _FOLD:
             level = [
                 builder.fadd(_shuffle(builder, a, b, lo), _shuffle(builder, a, b, hi))
@@ -200,32 +199,10 @@ def axpy_tile(rows: int, vectors: int):
     return tile
 
 
-@intrinsic
-def float_bits(typingctx, x):
-    """The 32 bits of an fp32 value, as uint32."""
-    signature = types.uint32(types.float32)
-
-    def codegen(context, builder, sig, args):
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return signature, codegen
-
-
-@intrinsic
-def bits_float(typingctx, x):
-    """The fp32 value of 32 bits."""
-    signature = types.float32(types.uint32)
-
-    def codegen(context, builder, sig, args):
-        return builder.bitcast(args[0], _F32)
-
-    return signature, codegen
-
-
 @kernel
 def round_bf16(x):
     """bf16 bits of an fp32 value, round to nearest even; every NaN becomes 0x7fc0."""
-    bits = float_bits(x)
+    bits = np.uint32(bits_of(x))
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     return np.uint16(np.uint32(0x7FC0) if nan else rounded)
@@ -234,4 +211,4 @@ def round_bf16(x):
 @kernel
 def widen_bf16(x):
     """fp32 value of bf16 bits (uint16); exact."""
-    return bits_float(np.uint32(x) << np.uint32(16))
+    return float_of(np.int32(np.uint32(x) << np.uint32(16)))

@@ -39,23 +39,15 @@ def _tiles(x, x_at, x_stride, rows, w, w_at, w_stride, cols, steps, out, out_at,
             wa = w_at + j * w_stride
             if j + 3 <= cols:
                 if pair:
-                    _tile_2x3(
-                        x, xa, x_stride, w, wa, w_stride, steps, out, oa + j, out_stride
-                    )
+                    _tile_2x3(x, xa, x_stride, w, wa, w_stride, steps, out, oa + j, out_stride)
                 else:
-                    _tile_1x3(
-                        x, xa, x_stride, w, wa, w_stride, steps, out, oa + j, out_stride
-                    )
+                    _tile_1x3(x, xa, x_stride, w, wa, w_stride, steps, out, oa + j, out_stride)
                 j += 3
             else:
                 if pair:
-                    _tile_2x1(
-                        x, xa, x_stride, w, wa, w_stride, steps, out, oa + j, out_stride
-                    )
+                    _tile_2x1(x, xa, x_stride, w, wa, w_stride, steps, out, oa + j, out_stride)
                 else:
-                    _tile_1x1(
-                        x, xa, x_stride, w, wa, w_stride, steps, out, oa + j, out_stride
-                    )
+                    _tile_1x1(x, xa, x_stride, w, wa, w_stride, steps, out, oa + j, out_stride)
                 j += 1
         i += 2 if pair else 1
 
