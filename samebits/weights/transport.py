@@ -1,0 +1,297 @@
+"""Move a model's weights from the trainer to the rollout engine through shared memory.
+
+The sender writes one segment (a file in shared memory) and describes it in a manifest; the
+receiver verifies contract, step, names and every checksum *before* it yields the first tensor, so
+a refused transfer leaves the engine's weights as they were.
+
+    with send(named_tensors, step=3, contract_digest=digest) as manifest:
+        engine.call("load_weights", manifest.to_json())      # in the other process:
+        # for name, tensor in receive(Manifest.from_json(text), contract_digest=..., names=...)
+
+The segment is unlinked when the block ends. One that a killed process left behind is unlinked by
+the next `send` of the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from samebits import bits
+from samebits.errors import Refused
+from samebits.weights.checksums import tensor_checksum
+
+_PREFIX = "samebits-weights"
+_ALIGNMENT = 64
+_SHARED_MEMORY = Path("/dev/shm")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float16, torch.float32)}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One logical tensor: `checksum` is the hex form of its 128-bit `tensor_checksum`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    checksum: str
+
+    @property
+    def nbytes(self) -> int:
+        size = torch.empty((), dtype=_DTYPES[self.dtype]).element_size()
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a segment holds. JSON-able, small; travels over any channel that the engines share."""
+
+    segment: str
+    step: int
+    contract_digest: str
+    entries: tuple[Entry, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Manifest:
+        """Parse and check every field. Raises Refused SB0708."""
+        try:
+            raw = json.loads(text)
+            entries = []
+            for item in raw.pop("entries"):
+                entry = Entry(**{**item, "shape": tuple(item["shape"])})
+                numbers = (entry.offset, *entry.shape)
+                if not all(type(n) is int and n >= 0 for n in numbers):
+                    raise ValueError(f"{entry.name}: shape or offset is not a natural number")
+                if entry.dtype not in _DTYPES:
+                    raise ValueError(f"{entry.name}: dtype {entry.dtype}")
+                int(entry.checksum, 16)
+                entries.append(entry)
+            manifest = Manifest(**raw, entries=tuple(entries))
+            if type(manifest.step) is not int:
+                raise ValueError("step is not an integer")
+        except (ValueError, TypeError, KeyError, AttributeError) as problem:
+            raise _unusable(
+                f"{type(problem).__name__}: {problem}", "a manifest of `send`"
+            ) from None
+        return manifest
+
+    def checksums(self) -> dict[str, int]:
+        """Tensor name -> checksum, to compare with what an engine holds after loading."""
+        return {entry.name: int(entry.checksum, 16) for entry in self.entries}
+
+
+@contextlib.contextmanager
+def send(
+    tensors: Iterable[tuple[str, torch.Tensor]], *, step: int, contract_digest: str
+) -> Iterator[Manifest]:
+    """Write `tensors` (Hugging Face checkpoint name, whole tensor) into one segment.
+
+    Yields the manifest; the segment lives until the block ends. Raises Refused SB0707 for a name
+    given twice, SB0709 when neither shared memory nor the temporary folder has room.
+    """
+    _remove_stale()
+    with _Segment() as segment:
+        entries: list[Entry] = []
+        seen: set[str] = set()
+        for name, tensor in tensors:
+            if name in seen:
+                raise _wrong_names(f"`{name}` twice", "every tensor once")
+            if str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
+                raise _wrong_names(f"`{name}` of {tensor.dtype}", f"one of {', '.join(_DTYPES)}")
+            seen.add(name)
+            tensor = tensor.detach().cpu().contiguous()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            checksum = bits.hex_digest(tensor_checksum(tensor))
+            offset = segment.append(bits.int_view(tensor).ravel().view(np.uint8).data)
+            entries.append(Entry(name, dtype, tuple(tensor.shape), offset, checksum))
+        yield Manifest(str(segment.path), step, contract_digest, tuple(entries))
+
+
+def receive(
+    manifest: Manifest,
+    *,
+    contract_digest: str,
+    names: Collection[str],
+    step: int | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Verify the whole transfer, then return an iterator over (name, private copy of the tensor).
+
+    `contract_digest`, `names` and `step` are the receiver's own. Raises Refused SB0706 (other
+    contract), SB0707 (tensor missing, unknown or doubled), SB0708 (other step, segment gone or
+    short), SB0705 (a checksum differs), always before anything is yielded.
+    """
+    if manifest.contract_digest != contract_digest:
+        raise Refused(
+            "SB0706",
+            seen=f"weights sent under contract {manifest.contract_digest}",
+            required=f"contract {contract_digest}",
+            hint="samebits contract show --digests",
+        )
+    if step is not None and manifest.step != step:
+        raise _unusable(f"weights of step {manifest.step}", f"weights of step {step}")
+    _check_names([entry.name for entry in manifest.entries], names)
+    view = _map_segment(manifest)
+    for entry in manifest.entries:
+        found = bits.hex_digest(tensor_checksum(_tensor(view, entry)))
+        if found != entry.checksum:
+            raise Refused(
+                "SB0705",
+                seen=f"`{entry.name}` with checksum {found}",
+                required=f"checksum {entry.checksum} (step {manifest.step})",
+                hint="samebits explain SB0705",
+            )
+    return ((entry.name, _tensor(view, entry).clone()) for entry in manifest.entries)
+
+
+def _check_names(sent: list[str], expected: Collection[str]) -> None:
+    doubled = (
+        sorted({name for name in sent if sent.count(name) > 1})
+        if len(set(sent)) < len(sent)
+        else []
+    )
+    missing = sorted(set(expected) - set(sent))
+    unknown = sorted(set(sent) - set(expected))
+    problems = [
+        f"{len(names)} {kind} ({', '.join(names[:3])}{', ..' if len(names) > 3 else ''})"
+        for kind, names in (("doubled", doubled), ("missing", missing), ("unknown", unknown))
+        if names
+    ]
+    if problems:
+        raise _wrong_names("; ".join(problems), f"exactly the model's {len(set(expected))} tensors")
+
+
+def _map_segment(manifest: Manifest) -> mmap.mmap | bytes:
+    path = Path(manifest.segment)
+    filled = [entry for entry in manifest.entries if entry.nbytes]
+    end = max((entry.offset + entry.nbytes for entry in filled), default=0)
+    try:
+        if not path.name.startswith(_PREFIX):
+            raise OSError(errno.EINVAL, "not a weight segment")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < end:
+                raise OSError(errno.EINVAL, f"{size} bytes long")
+            # A private mapping: torch wants writable memory, and writes must not reach the sender.
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
+    except OSError as problem:
+        raise _unusable(f"{path.name}: {problem.strerror}", f"a segment of {end} bytes") from None
+
+
+def _tensor(view: mmap.mmap | bytes, entry: Entry) -> torch.Tensor:
+    count = entry.nbytes // torch.empty((), dtype=_DTYPES[entry.dtype]).element_size()
+    if count == 0:
+        return torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+    flat = torch.frombuffer(view, dtype=_DTYPES[entry.dtype], count=count, offset=entry.offset)
+    return flat.view(entry.shape)
+
+
+class _Segment:
+    """A growing file in shared memory; moves to the temporary folder when memory runs out."""
+
+    def __init__(self) -> None:
+        self._folders = [f for f in (_SHARED_MEMORY, Path(tempfile.gettempdir())) if f.is_dir()]
+        owner = f"{os.getuid()}-{os.getpid()}-{_start_time(os.getpid())}"
+        self.path = self._folders.pop(0) / f"{_PREFIX}-{owner}-{secrets.token_hex(4)}"
+        self._size = 0
+
+    def __enter__(self) -> _Segment:
+        self._file = _create(self.path)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+    def append(self, data: memoryview) -> int:
+        """Write `data` at the next aligned offset and return that offset."""
+        offset = -(-self._size // _ALIGNMENT) * _ALIGNMENT
+        try:
+            self._write(offset, data)
+        except OSError as problem:
+            if problem.errno not in _FULL:
+                raise
+            self._move(offset, data)
+        self._size = offset + len(data)
+        return offset
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        self._file.seek(offset)
+        written = 0
+        while written < len(data):  # a raw file may write less than it was given
+            written += self._file.write(data[written:])
+
+    def _move(self, offset: int, data: memoryview) -> None:
+        """Copy what is written to the next folder, then write `data` there."""
+        if not self._folders:
+            raise self._full(len(data))
+        old, old_file = self.path, self._file
+        self.path = self._folders.pop(0) / old.name
+        self._file = _create(self.path)
+        try:
+            with old.open("rb") as source:
+                shutil.copyfileobj(source, self._file)
+            self._write(offset, data)
+        except OSError as problem:
+            raise (self._full(len(data)) if problem.errno in _FULL else problem) from None
+        finally:
+            old_file.close()
+            old.unlink(missing_ok=True)
+
+    def _full(self, wanted: int) -> Refused:
+        return Refused(
+            "SB0709",
+            seen=f"no space left in {self.path.parent} after {self._size} bytes",
+            required=f"room for {wanted} more bytes",
+            hint=f"df -h {_SHARED_MEMORY} {tempfile.gettempdir()}",
+        )
+
+
+def _create(path: Path):
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b", buffering=0)
+
+
+def _start_time(pid: int) -> str:
+    """Kernel start time of a process, so that a reused pid is not taken for the old process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return "0"
+
+
+def _remove_stale() -> None:
+    for folder in {_SHARED_MEMORY, Path(tempfile.gettempdir())}:
+        for path in folder.glob(f"{_PREFIX}-{os.getuid()}-*"):
+            fields = path.name.removeprefix(_PREFIX).split("-")
+            if (
+                len(fields) == 5
+                and fields[2].isdigit()
+                and _start_time(int(fields[2])) != fields[3]
+            ):
+                path.unlink(missing_ok=True)
+
+
+def _unusable(seen: str, required: str) -> Refused:
+    return Refused("SB0708", seen=seen, required=required, hint="samebits explain SB0708")
+
+
+def _wrong_names(seen: str, required: str) -> Refused:
+    return Refused("SB0707", seen=seen, required=required, hint="samebits explain SB0707")
