@@ -1,4 +1,4 @@
-"""exp and log in fp32 from additions, multiplications and fma alone.
+"""exp, log, bf16 conversion and lane sums in fp32, from additions, multiplications and fma alone.
 
 A math library may compute one element with other instructions than a vector of them, and another
 build of it may round differently. These functions are a fixed list of IEEE 754 operations, so
@@ -24,6 +24,8 @@ from numba.extending import intrinsic
 
 from samebits.ops.jit import fma, kernel
 from samebits.ops.reference import fma32
+
+LANES = 16  # element i of a long sum goes to lane i % LANES, ascending; then `fold_lanes`
 
 _LN2_HI = np.float32(0.6931472)
 _LN2_LO = np.float32(-1.9046542e-09)
@@ -77,7 +79,7 @@ def float_of(typingctx, x):
 
 @kernel
 def exp32(x):
-    """exp of an fp32 scalar, fp32. +0 below about -103.97 and for -inf; inf above 88.72; NaN kept."""
+    """exp of an fp32 scalar, fp32. +0 below -103.98 and for -inf; inf above 88.72; NaN kept."""
     x = _EXP_LOW if x < _EXP_LOW else x
     x = _EXP_HIGH if x > _EXP_HIGH else x
     t = fma(x, _LOG2_E, _ROUND)
@@ -109,6 +111,42 @@ def log32(x):
     y = y if x < _INF else x  # inf and NaN
     y = y if x != _ZERO else -_INF
     return _NAN if x < _ZERO else y
+
+
+@kernel
+def widen(h):
+    """fp32 value of a bf16 scalar given as uint16; exact."""
+    return float_of(np.int32(np.int32(h) << np.int32(16)))
+
+
+@kernel
+def narrow(x):
+    """bf16 bits (uint16) of an fp32 scalar: to nearest, ties to even; a NaN stays a quiet NaN."""
+    bits = np.uint32(bits_of(x))
+    top = np.uint32(bits >> np.uint32(16))
+    even = np.uint32(top & np.uint32(1))
+    rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + even)
+    nan = np.uint32(top | np.uint32(0x40))
+    return np.uint16(nan if x != x else np.uint32(rounded >> np.uint32(16)))
+
+
+@kernel
+def fold_lanes(lanes):
+    """Sum of LANES fp32 partial sums: ((0+1)+(2+3))+..., the lower index on the left."""
+    step = 1
+    while step < LANES:
+        for i in range(0, LANES, 2 * step):
+            lanes[i] = lanes[i] + lanes[i + step]
+        step *= 2
+    return lanes[0]
+
+
+def reference_narrow(x: torch.Tensor) -> torch.Tensor:
+    """`narrow` elementwise in plain torch: fp32 -> bf16, bit for bit the kernel's value."""
+    bits = x.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    half = torch.where(torch.isnan(x), (bits >> 16) | 0x40, rounded)
+    return half.to(torch.int32).to(torch.uint16).view(torch.bfloat16)
 
 
 def reference_exp32(x: torch.Tensor) -> torch.Tensor:

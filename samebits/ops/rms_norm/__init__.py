@@ -1,0 +1,79 @@
+"""RMSNorm over the last dimension, whatever it is (hidden size, or head_dim for q/k norm)."""
+
+from __future__ import annotations
+
+import torch
+
+from samebits.bits import mixsum
+from samebits.ops import registry, samples
+from samebits.ops.checks import require_dtype, require_shape
+from samebits.ops.rms_norm import cpu
+from samebits.ops.scalar import LANES
+
+__all__ = ["rms_norm"]
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, r = cpu.forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, r)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, r = ctx.saved_tensors
+        n = weight.numel()
+        hat = x.reshape(-1, n).float() * r[:, None]
+        grad = grad.reshape(-1, n).float()
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dhat = grad * weight.float()
+            dx = (dhat - hat * (dhat * hat).mean(-1, keepdim=True)) * r[:, None]
+            dx = dx.to(x.dtype).reshape(x.shape)
+        if ctx.needs_input_grad[1]:
+            dw = (grad * hat).sum(0).to(weight.dtype)
+        return dx, dw, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., n] bf16 (any strides), weight [n] bf16 -> [..., n] bf16, contiguous.
+
+    Order: squares go to 16 lanes (element i to lane i % 16, ascending) by fp32 fma from +0; lanes
+    are folded ((0+1)+(2+3))+...; mean = sum / n; r = 1 / sqrt(mean + eps), each one IEEE rounding;
+    y = bf16((x * r) * weight), one rounding each in fp32, one to bf16. A row sees only itself.
+
+    Differentiable in x and weight (backward in fp32). Refuses other dtypes (SB0420) and
+    shapes (SB0421).
+    """
+    require_dtype("x", x, torch.bfloat16)
+    require_dtype("weight", weight, torch.bfloat16)
+    n = weight.numel()
+    require_shape("x", x, weight.dim() == 1 and n > 0 and x.shape[-1:] == (n,), f"[..., {n}]")
+    x, weight = x.contiguous(), weight.contiguous()
+    registry.count_served("norm.rms", x.numel() // n)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _RmsNorm.apply(x, weight, eps)
+    return cpu.forward(x, weight, eps)[0]
+
+
+def _probe() -> int:
+    y, _ = cpu.forward(samples.bf16((5, 83), 1), samples.bf16((83,), 2, -2, 2), 1e-6)
+    return mixsum(y)
+
+
+registry.register(
+    registry.Implementation(
+        region="norm.rms",
+        id="norm.rms.cpu.1",
+        platform="cpu",
+        constants={"lanes": LANES},
+        modules=(
+            "samebits.ops.jit",
+            "samebits.ops.scalar",
+            "samebits.ops.rms_norm",
+            "samebits.ops.rms_norm.cpu",
+        ),
+        probe=_probe,
+    )
+)

@@ -1,0 +1,53 @@
+"""Kernel of RMSNorm; the schedule is stated in the package's docstring and in `reference`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from samebits.ops.jit import as_numpy, fma, kernel, parallel_for
+from samebits.ops.scalar import LANES, fold_lanes, narrow, widen
+
+_ONE = np.float32(1.0)
+_GRAIN = 16384  # elements per task: below this a thread costs more than it saves
+
+
+@kernel
+def rms_norm_fwd_kernel(x, weight, eps, y, inverse, start, stop):
+    n = x.shape[1]
+    whole = n - n % LANES
+    w = np.empty(n, np.float32)
+    for j in range(n):
+        w[j] = widen(weight[j])
+    row = np.empty(n, np.float32)
+    lanes = np.empty(LANES, np.float32)
+    for i in range(start, stop):
+        for j in range(n):
+            row[j] = widen(x[i, j])
+        lanes[:] = np.float32(0.0)
+        for j in range(0, whole, LANES):
+            for lane in range(LANES):
+                lanes[lane] = fma(row[j + lane], row[j + lane], lanes[lane])
+        for j in range(whole, n):
+            lanes[j - whole] = fma(row[j], row[j], lanes[j - whole])
+        mean = fold_lanes(lanes) / np.float32(n)
+        r = _ONE / np.sqrt(np.float32(mean + eps))
+        inverse[i] = r
+        for j in range(n):
+            y[i, j] = narrow((row[j] * r) * w[j])
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous x [..., n] bf16, weight [n] bf16 -> y as x, and r [rows] fp32."""
+    n = weight.numel()
+    rows = x.numel() // n
+    y = torch.empty_like(x)
+    r = torch.empty(rows, dtype=torch.float32)
+    args = (as_numpy(x).reshape(rows, n), as_numpy(weight), np.float32(eps))
+    out = (as_numpy(y).reshape(rows, n), r.numpy())
+    parallel_for(
+        lambda start, stop: rms_norm_fwd_kernel(*args, *out, start, stop),
+        rows,
+        max(1, _GRAIN // n),
+    )
+    return y, r
