@@ -1,0 +1,185 @@
+"""Kernels of the log-probability schedule, stated in the package's docstring and in `reference`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from samebits.ops.jit import fma, kernel, parallel_for
+from samebits.ops.scalar import LANES, bits_of, exp32, fold_lanes, log32
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+_LOW = np.float32(-np.inf)
+_GRAIN = 16384  # elements per task: below this a thread costs more than it saves
+
+# The mixers of samebits.bits, for one element at a time.
+_M1 = np.uint64(0xBF58476D1CE4E5B9)
+_M2 = np.uint64(0x94D049BB133111EB)
+_G = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _grain(columns: int) -> int:
+    return max(1, _GRAIN // max(1, columns))
+
+
+@kernel
+def leaf_kernel(logits, cuts, out, start, stop):
+    """out[i, leaf] = (m, s) of a row's leaf; a NaN in the leaf makes s NaN."""
+    lanes = np.empty(LANES, np.float32)
+    for i in range(start, stop):
+        for leaf in range(cuts.shape[0]):
+            x = logits[i, cuts[leaf, 0] : cuts[leaf, 1]]
+            n = x.size
+            whole = n - n % LANES
+            lanes[:] = _LOW
+            for j in range(0, whole, LANES):
+                for k in range(LANES):
+                    lanes[k] = x[j + k] if x[j + k] > lanes[k] else lanes[k]
+            for j in range(whole, n):
+                lanes[j - whole] = x[j] if x[j] > lanes[j - whole] else lanes[j - whole]
+            m = _LOW
+            for k in range(LANES):
+                m = lanes[k] if lanes[k] > m else m
+            lanes[:] = _ZERO
+            if m > _LOW:
+                for j in range(0, whole, LANES):
+                    for k in range(LANES):
+                        lanes[k] = lanes[k] + exp32(x[j + k] - m)
+                for j in range(whole, n):
+                    lanes[j - whole] = lanes[j - whole] + exp32(x[j] - m)
+            else:  # only -inf, which weighs nothing, or NaN, which must show
+                for j in range(n):
+                    lanes[0] = x[j] if x[j] != x[j] else lanes[0]
+            out[i, leaf, 0] = m
+            out[i, leaf, 1] = fold_lanes(lanes)
+
+
+@kernel
+def fold_kernel(parts, out, start, stop):
+    """out[i] = (m, s) of the parts of row i, merged pairwise, lower index left."""
+    count = parts.shape[1]
+    ms, ss = np.empty(count, np.float32), np.empty(count, np.float32)
+    for i in range(start, stop):
+        for p in range(count):
+            ms[p], ss[p] = parts[i, p, 0], parts[i, p, 1]
+        step = 1
+        while step < count:
+            for p in range(0, count, 2 * step):
+                q = p + step
+                m = ms[q] if ms[q] > ms[p] else ms[p]
+                if m > _LOW:
+                    ss[p] = fma(ss[p], exp32(ms[p] - m), ss[q] * exp32(ms[q] - m))
+                else:
+                    ss[p] = ss[p] + ss[q]  # zero, or the NaN of a part
+                ms[p] = m
+            step *= 2
+        out[i, 0], out[i, 1] = ms[0], ss[0]
+
+
+@kernel
+def log_probs_kernel(logits, roots, vocab, out, start, stop):
+    for i in range(start, stop):
+        m, log_s = roots[i, 0], log32(roots[i, 1])
+        x, y = logits[i], out[i]
+        for j in range(vocab):
+            y[j] = (x[j] - m) - log_s
+        for j in range(vocab, y.size):
+            y[j] = _LOW
+
+
+@kernel
+def finish_kernel(x, roots, out):
+    for i in range(x.size):
+        out[i] = (x[i] - roots[i, 0]) - log32(roots[i, 1])
+
+
+@kernel
+def selected_bwd_kernel(logits, roots, local, grad, width, out, start, stop):
+    for i in range(start, stop):
+        m, inverse, g = roots[i, 0], _ONE / roots[i, 1], grad[i]
+        x, d = logits[i], out[i]
+        for j in range(width):
+            d[j] = -g * (exp32(x[j] - m) * inverse)
+        for j in range(width, d.size):
+            d[j] = _ZERO
+        if local[i] >= 0:
+            d[local[i]] = d[local[i]] + g
+
+
+@kernel
+def _mix(z):
+    z = (z ^ (z >> np.uint64(30))) * _M1
+    z = (z ^ (z >> np.uint64(27))) * _M2
+    return z ^ (z >> np.uint64(31))
+
+
+@kernel
+def digest_kernel(logits, first, width, out, start, stop):
+    for i in range(start, stop):
+        low, high = np.uint64(0), np.uint64(0)
+        for j in range(width):
+            bits = np.uint64(np.uint32(bits_of(logits[i, j])))
+            seed = _mix((first + np.uint64(j)) * _G + _G)
+            low += _mix(seed ^ bits)
+            high += _mix((seed + _M1) ^ (bits * _M2 + _G))
+        out[i, 0], out[i, 1] = low, high
+
+
+def leaves(logits: torch.Tensor, cuts: list[tuple[int, int]]) -> torch.Tensor:
+    """Contiguous logits fp32 [M, V], leaf bounds -> (m, s) fp32 [M, leaves, 2]."""
+    out = torch.empty(logits.shape[0], len(cuts), 2)
+    args = (logits.detach().numpy(), np.array(cuts, dtype=np.int64), out.numpy())
+    columns = logits.shape[1]
+    parallel_for(lambda a, b: leaf_kernel(*args, a, b), logits.shape[0], _grain(columns))
+    return out
+
+
+def fold(parts: torch.Tensor) -> torch.Tensor:
+    """(m, s) fp32 [M, parts, 2], parts a power of two -> root (m, s) fp32 [M, 2]."""
+    out = torch.empty(parts.shape[0], 2)
+    fold_kernel(parts.numpy(), out.numpy(), 0, parts.shape[0])
+    return out
+
+
+def finish(x: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+    """Target logits [M] and roots [M, 2] -> log-probabilities [M]."""
+    out = torch.empty(x.shape[0])
+    finish_kernel(x.detach().contiguous().numpy(), roots.numpy(), out.numpy())
+    return out
+
+
+def log_probs(logits: torch.Tensor, roots: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Contiguous logits [M, V] and roots [M, 2] -> log-probabilities [M, V], -inf from `vocab`."""
+    out = torch.empty_like(logits)
+    args = (logits.detach().numpy(), roots.numpy(), vocab, out.numpy())
+    columns = logits.shape[1]
+    parallel_for(lambda a, b: log_probs_kernel(*args, a, b), logits.shape[0], _grain(columns))
+    return out
+
+
+def backward(
+    logits: torch.Tensor, roots: torch.Tensor, local: torch.Tensor, grad: torch.Tensor, width: int
+) -> torch.Tensor:
+    """Gradient of the logits: grad * (onehot - softmax); `local` is -1 where another rank owns."""
+    out = torch.empty_like(logits)
+    args = (
+        logits.detach().numpy(),
+        roots.numpy(),
+        local.numpy(),
+        grad.detach().numpy(),
+        width,
+        out.numpy(),
+    )
+    columns = logits.shape[1]
+    parallel_for(lambda a, b: selected_bwd_kernel(*args, a, b), logits.shape[0], _grain(columns))
+    return out
+
+
+def row_digests(logits: torch.Tensor, first: int, width: int) -> list[int]:
+    """128-bit digests of the first `width` columns of each row; see `samebits.bits.mixsum`."""
+    out = np.empty((logits.shape[0], 2), np.uint64)
+    args = (logits.numpy(), np.uint64(first), width, out)
+    columns = logits.shape[1]
+    parallel_for(lambda a, b: digest_kernel(*args, a, b), logits.shape[0], _grain(columns))
+    return [(int(high) << 64) | int(low) for low, high in out]
