@@ -94,7 +94,8 @@ def equal(left, right) -> bool:
     return same and compare(left, right).mismatches == 0
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def splitmix64(z: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64: a bijection of uint64 that spreads every input bit."""
     z = (z ^ (z >> np.uint64(30))) * _M1
     z = (z ^ (z >> np.uint64(27))) * _M2
     return z ^ (z >> np.uint64(31))
@@ -111,9 +112,9 @@ def mixsum(x, index: np.ndarray | None = None) -> int:
         np.arange(bits.size, dtype=np.uint64) if index is None else index.ravel().astype(np.uint64)
     )
     with np.errstate(over="ignore"):
-        seed = _mix(where * _G + _G)
-        low = int(_mix(seed ^ bits).sum(dtype=np.uint64))
-        high = int(_mix((seed + _M1) ^ (bits * _M2 + _G)).sum(dtype=np.uint64))
+        seed = splitmix64(where * _G + _G)
+        low = int(splitmix64(seed ^ bits).sum(dtype=np.uint64))
+        high = int(splitmix64((seed + _M1) ^ (bits * _M2 + _G)).sum(dtype=np.uint64))
     return (high << 64) | low
 
 
