@@ -1,0 +1,445 @@
+"""Megatron-core's real `GPTModel`, DDP and optimizer as one tensor-parallel rank of a trainer.
+
+    trainer = Trainer(model_dir, contract=path)
+    trainer.load_weights(open_model(model_dir))
+    scores = trainer.score([[1, 2, 3], [4, 5]], layout="packed")
+    trainer.train_step(batch, loss_fn)
+    new_weights = dict(trainer.export_weights())
+
+`SAMEBITS_ARITHMETIC=stock` runs the same driver on Megatron's own modules and torch's operators.
+One process holds one trainer: Megatron keeps its groups in global state. `trainer_process` runs one
+rank per process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from samebits import bits, runtime
+from samebits.engines import trainer_batch as batches
+from samebits.engines.trainer_batch import TrainBatch
+from samebits.engines.trainer_model import Architecture, Slot, build_model, slots
+from samebits.errors import Refused
+
+# Rows of logits that exist at one time while scoring: 128 * 49152 * 4 bytes = 24 MiB.
+LOGIT_ROWS = 128
+
+# loss_fn(logprobs, old_logprobs, advantages, mask) -> (loss, metrics); all [sequences, targets],
+# fp32, right-padded with mask 0; the loss is a mean over the masked tokens.
+LossFunction = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    tuple[torch.Tensor, dict[str, float]],
+]
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Megatron's Adam with fp32 main parameters. `clip` 0 turns gradient clipping off."""
+
+    lr: float = 1e-5
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Per sequence of length n: `logprobs` fp32 [n - 1]; `digests` n - 1 hex digests of the whole
+    fp32 logit rows (`logprob.row_digest`), or None when they were not asked for."""
+
+    logprobs: list[torch.Tensor]
+    digests: list[list[str]] | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`logprobs` are the training forward's own bits; `loss` and metrics are token-weighted."""
+
+    loss: float
+    grad_norm: float
+    metrics: dict[str, float]
+    logprobs: list[torch.Tensor]
+
+
+class Trainer:
+    """One tensor-parallel rank. All ranks make the same calls with the same arguments."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        contract: str | Path | None = None,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        rendezvous: str | None = None,
+        seed: int = 1234,
+        optimizer: OptimizerSettings | None = None,
+        micro_tokens: int = 512,
+        parallel: dict[str, int] | None = None,
+    ):
+        """Build the model with uninitialised weights.
+
+        contract      the case's contract file; needed when aligned, and must be this model's
+        rendezvous    init_method of torch.distributed, the same on all ranks (a file:// address)
+        optimizer     None: no gradient buffers, score only
+        micro_tokens  tokens per micro-batch (one sequence at least); decides memory, not bits
+        parallel      other sizes that a caller may name; anything but 1 is refused (SB0604)
+        """
+        refuse_parallel(parallel or {})
+        self.arch = Architecture.load(Path(model_dir))
+        self.tp_size, self.tp_rank = tp_size, tp_rank
+        self.micro_tokens = micro_tokens
+        self.step = 0
+        self._bind(Path(model_dir), contract)
+        self.arch.refuse_tp(tp_size)
+        require_patched()
+        self._init_groups(rendezvous, seed)
+        self.model = build_model(self.arch, tp_size)
+        self._ddp = self._optimizer = None
+        if optimizer is not None:
+            self._ddp, self._optimizer = _training_wrappers(self.model, optimizer)
+
+    def _bind(self, model_dir: Path, contract: str | Path | None) -> None:
+        """Load the contract into this process and check model, layout and operators against it."""
+        self.binding = None
+        if contract is not None:
+            path = str(Path(contract).resolve())
+            if os.environ.setdefault("SAMEBITS_CONTRACT", path) != path:
+                raise Refused(
+                    "SB0613",
+                    seen=f"contract {path}; this process has {os.environ['SAMEBITS_CONTRACT']}",
+                    required="one contract per process",
+                    hint="unset SAMEBITS_CONTRACT",
+                )
+        if not runtime.aligned():
+            return
+        import json
+
+        loaded = runtime.contract()
+        loaded.check_model(json.loads((model_dir / "config.json").read_text()))
+        loaded.check_tp("trainer", self.tp_size)
+        self.binding = loaded.bind("trainer")
+
+    def _init_groups(self, rendezvous: str | None, seed: int) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        if dist.is_initialized():
+            raise Refused(
+                "SB0613",
+                seen="torch.distributed is initialised in this process",
+                required="one trainer per process",
+                hint="samebits explain SB0613",
+            )
+        self._rendezvous_dir = None
+        if rendezvous is None:
+            self._rendezvous_dir = tempfile.TemporaryDirectory(prefix="samebits-trainer-")
+            rendezvous = f"file://{self._rendezvous_dir.name}/ranks"
+        dist.init_process_group(
+            "gloo", init_method=rendezvous, rank=self.tp_rank, world_size=self.tp_size
+        )
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=self.tp_size)
+        model_parallel_cuda_manual_seed(seed)
+        self.group = parallel_state.get_tensor_model_parallel_group()
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def _slots(self) -> dict[str, Slot]:
+        return {slot.name: slot for slot in slots(self.arch, self.model, self.tp_size)}
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy every published tensor into this rank's shard; SB0607 unless each comes once."""
+        places = self._slots()
+        todo = dict(places)
+        for name, tensor in weights:
+            if self.arch.tied and name == "lm_head.weight":
+                continue  # a published copy of the embedding
+            slot = todo.pop(name, None)
+            if slot is None or tuple(tensor.shape) != slot.shape:
+                wanted = "a tensor of this model" if slot is None else f"shape {slot.shape}"
+                again = " again" if name in places and slot is None else ""
+                raise _bad_weight(f"{name}{again}, shape {tuple(tensor.shape)}", wanted)
+            if tensor.dtype != torch.bfloat16:
+                raise _bad_weight(f"{name} of {tensor.dtype}", "bfloat16")
+            if slot.shard_dim is not None:
+                tensor = tensor.chunk(self.tp_size, slot.shard_dim)[self.tp_rank]
+            slot.view.detach().copy_(tensor.reshape(slot.view.shape))
+        if todo:
+            missing = sorted(todo)
+            raise _bad_weight(
+                f"{len(missing)} tensors missing, first {missing[0]}", "every tensor of the model"
+            )
+        if self._optimizer is not None:
+            self._optimizer.reload_model_params()
+
+    @torch.no_grad()
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(published name, whole bf16 tensor on the CPU), in forward order, the same on all ranks.
+
+        Collective: every rank must run the iterator to its end. SB0612 when copies differ.
+        """
+        for slot in slots(self.arch, self.model, self.tp_size):
+            local = slot.view.detach()
+            if slot.shard_dim is None:
+                self._refuse_drift(slot, local)
+                yield slot.name, local.reshape(slot.shape).clone()
+                continue
+            shape = list(slot.shape)
+            shape[slot.shard_dim] //= self.tp_size
+            yield slot.name, self._gather(local.reshape(shape).contiguous(), slot.shard_dim)
+
+    def _gather(self, local: torch.Tensor, dim: int) -> torch.Tensor:
+        if self.tp_size == 1:
+            return local.clone()
+        parts = [torch.empty_like(local) for _ in range(self.tp_size)]
+        dist.all_gather(parts, local, group=self.group)
+        return torch.cat(parts, dim)
+
+    def _refuse_drift(self, slot: Slot, local: torch.Tensor) -> None:
+        if self.tp_size == 1:
+            return
+        parts = [torch.empty_like(local) for _ in range(self.tp_size)]
+        dist.all_gather(parts, local.contiguous(), group=self.group)
+        wrong = [rank for rank, part in enumerate(parts) if not bits.equal(part, parts[0])]
+        if wrong:
+            raise Refused(
+                "SB0612",
+                seen=f"{slot.name} on ranks {wrong} differs from rank 0 at step {self.step}",
+                required="equal copies on all ranks",
+                hint="samebits explain SB0612",
+            )
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def _forward(self, sequences, layout: str, on_rows) -> torch.Tensor:
+        """Run the model on one micro-batch. `on_rows(hidden [n, 1, H], project, targets [n])`
+        gets the rows that predict a target, and the output layer."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        if layout == "packed" and not runtime.aligned():
+            raise Refused(
+                "SB0611",
+                seen="layout packed with stock arithmetic",
+                required="layout padded",
+                hint="samebits explain SB0611",
+            )
+        batch = batches.inputs(sequences, layout, with_mask=not runtime.aligned())
+        packed = None
+        if batch.cu_seqlens is not None:
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=batch.cu_seqlens,
+                cu_seqlens_kv=batch.cu_seqlens,
+                max_seqlen_q=batch.longest,
+                max_seqlen_kv=batch.longest,
+            )
+
+        def process(*, hidden_states, output_layer, output_weight, **_):
+            rows = hidden_states.reshape(-1, hidden_states.shape[-1])[batch.rows]
+
+            def project(part: torch.Tensor) -> torch.Tensor:
+                return output_layer(part, weight=output_weight)[0]
+
+            return on_rows(rows[:, None], project, batch.targets)
+
+        model = self.model if self._ddp is None else self._ddp
+        return model(
+            batch.input_ids,
+            batch.position_ids,
+            batch.attention_mask,
+            packed_seq_params=packed,
+            output_processor=process,
+        )
+
+    @torch.no_grad()
+    def score(
+        self, sequences: Sequence[Sequence[int]], layout: str = "padded", digests: bool = False
+    ) -> Scores:
+        """Log-probability of every target under the present weights; see `Scores`."""
+        batches.check_sequences(sequences, self.arch.vocab)
+        self.model.eval()
+        logprobs: list[torch.Tensor] = []
+        names: list[list[str]] = []
+        for indices in batches.micro_batches(sequences, self.micro_tokens):
+            part = [sequences[i] for i in indices]
+            found: list[str] = []
+
+            def on_rows(hidden, project, targets, found=found):
+                out = [torch.empty(0)]
+                for start in range(0, len(targets), LOGIT_ROWS):
+                    logits = project(hidden[start : start + LOGIT_ROWS])
+                    if digests:
+                        found += self._row_digests(logits[:, 0])
+                    out.append(_selected(logits, targets[start : start + LOGIT_ROWS]))
+                return torch.cat(out)
+
+            values = self._forward(part, layout, on_rows)
+            sizes = [len(s) - 1 for s in part]
+            logprobs += [v.clone() for v in values.split(sizes)]
+            ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+            names += [found[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        return Scores(logprobs, names if digests else None)
+
+    def _row_digests(self, logits: torch.Tensor) -> list[str]:
+        from samebits.hooks.megatron.logprob import row_digests
+
+        return row_digests(logits.float(), self.group)
+
+    # -- training --------------------------------------------------------------------------------
+
+    def train_step(
+        self, batch: TrainBatch, loss_fn: LossFunction, layout: str = "padded"
+    ) -> StepResult:
+        """One optimizer step over `batch`, micro-batch by micro-batch.
+
+        Every micro-batch's loss is weighted by its share of counted tokens, so a loss that is a
+        mean over tokens gives the gradient of the mean over the whole batch.
+        """
+        if self._optimizer is None:
+            raise Refused(
+                "SB0613",
+                seen="a trainer built for scoring only",
+                required="optimizer settings at start",
+                hint="samebits explain SB0613",
+            )
+        batch.check(self.arch.vocab)
+        self.model.train()
+        self._ddp.zero_grad_buffer()
+        total = sum(float(m.sum()) for m in batch.mask)
+        loss_sum, metrics, logprobs = 0.0, {}, []
+        for indices in batches.micro_batches(batch.sequences, self.micro_tokens):
+            part = [batch.sequences[i] for i in indices]
+            sizes = [len(s) - 1 for s in part]
+            share = sum(float(batch.mask[i].sum()) for i in indices) / total
+
+            def on_rows(hidden, project, targets):
+                return _selected(project(hidden), targets) if len(targets) else hidden.sum() * 0
+
+            values = self._forward(part, layout, on_rows)
+            logprobs += (
+                [v.detach().clone() for v in values.reshape(-1).split(sizes)]
+                if sum(sizes)
+                else [torch.empty(0) for _ in sizes]
+            )
+            if share == 0.0:
+                continue
+            loss, found = loss_fn(
+                _rows_of(values.split(sizes)),
+                _rows_of([batch.old_logprobs[i] for i in indices]),
+                _rows_of([batch.advantages[i] for i in indices]),
+                _rows_of([batch.mask[i] for i in indices]),
+            )
+            (loss * share).backward()
+            loss_sum += float(loss.detach()) * share
+            for name, value in found.items():
+                metrics[name] = metrics.get(name, 0.0) + float(value) * share
+        grad_norm = self._finish_step()
+        return StepResult(loss_sum, grad_norm, metrics, logprobs)
+
+    def _finish_step(self) -> float:
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads([self._ddp])
+        ok, grad_norm, _ = self._optimizer.step()
+        if not ok:
+            raise RuntimeError("Megatron's optimizer skipped a step without a loss scaler")
+        self.step += 1
+        return float(grad_norm or 0.0)
+
+    def close(self) -> None:
+        """Leave the process groups, so that this process may build another trainer."""
+        from megatron.core import parallel_state
+
+        self.model = self._ddp = self._optimizer = None
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self._rendezvous_dir is not None:
+            self._rendezvous_dir.cleanup()
+        gc.collect()
+
+
+def _rows_of(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([v.float() for v in values], batch_first=True)
+
+
+def _selected(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """logits [n, 1, V / ranks] -> log-probability of targets [n], fp32, through Megatron's loss.
+
+    The loss is the negated log-probability; negating it back is exact.
+    """
+    from megatron.core import tensor_parallel
+
+    return -tensor_parallel.vocab_parallel_cross_entropy(logits, targets[:, None])[:, 0]
+
+
+def _bad_weight(seen: str, required: str) -> Refused:
+    return Refused("SB0607", seen=seen, required=required, hint="samebits explain SB0607")
+
+
+def refuse_parallel(sizes: dict[str, int]) -> None:
+    """SB0604 for any size but 1 of `pp`, `cp`, `ep` or `dp`, or `sp` other than 0 or 1."""
+    wrong = {name: size for name, size in sizes.items() if size > 1}
+    if wrong:
+        raise Refused(
+            "SB0604",
+            seen=", ".join(f"{name}={size}" for name, size in wrong.items()),
+            required="1 for everything but tensor parallelism",
+            hint="samebits explain SB0604",
+        )
+
+
+def require_patched() -> None:
+    """SB0610 unless the imported Megatron carries the hooks (both arithmetics need the series)."""
+    try:
+        import megatron.core.models.gpt.gpt_model as gpt_model
+
+        if hasattr(gpt_model, "samebits_linear"):
+            return
+        seen = gpt_model.__file__
+    except ImportError as error:
+        seen = str(error)
+    raise Refused(
+        "SB0610",
+        seen=seen,
+        required="the patched tree of megatron-core 0.18.0",
+        hint="samebits patch apply megatron",
+    )
+
+
+def _training_wrappers(model, settings: OptimizerSettings):
+    """Megatron's DistributedDataParallel (fp32 gradient buffer) and mixed-precision Adam."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    ddp = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+        model,
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+        ),
+        [ddp],
+    )
+    return ddp, optimizer

@@ -1,0 +1,102 @@
+"""The spec provider: which class computes each part of a GPT layer.
+
+Aligned, every part that does arithmetic is one of this package's modules over `samebits.ops`;
+residual additions stay Megatron's (one bf16 addition each, elementwise). Stock, the layer is
+Megatron's own local spec, untouched, and serves as negative control.
+"""
+
+from __future__ import annotations
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from samebits import runtime
+from samebits.errors import Refused
+from samebits.hooks.megatron.activation import SiluMul
+from samebits.hooks.megatron.attention import CoreAttention
+from samebits.hooks.megatron.linear import ColumnParallel, RowParallel
+from samebits.hooks.megatron.norm import RMSNorm
+
+
+class SamebitsSpecProvider(BackendSpecProvider):
+    """Megatron's provider protocol, answered with the shared operators."""
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallel
+
+    def row_parallel_linear(self) -> type:
+        return RowParallel
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return False
+
+    def column_parallel_layer_norm_linear(self) -> None:
+        return None
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False):
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return CoreAttention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool):
+        raise Refused(
+            "SB0605",
+            seen="a mixture-of-experts layer",
+            required="a dense MLP",
+            hint="samebits explain SB0605",
+        )
+
+    def activation_func(self) -> type:
+        return SiluMul
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """One decoder layer from `SamebitsSpecProvider`. Needs `config.use_te_activation_func`, the
+    switch under which Megatron's MLP takes its activation from the provider."""
+    provider = SamebitsSpecProvider()
+    norm = provider.layer_norm(rms_norm=True, has_residual=True)
+    qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=provider.column_parallel_linear(),
+                    core_attention=provider.core_attention(),
+                    linear_proj=provider.row_parallel_linear(),
+                    q_layernorm=qk_norm,
+                    k_layernorm=qk_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=get_mlp_module_spec_for_backend(provider, use_te_activation_func=True),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
+    """The decoder block for `GPTModel`: ours when aligned, Megatron's local spec when stock."""
+    if not runtime.aligned():
+        return get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
+    return TransformerBlockSubmodules(
+        layer_specs=[layer_spec(config)] * config.num_layers, layer_norm=RMSNorm
+    )
