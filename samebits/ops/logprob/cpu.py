@@ -12,6 +12,7 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _LOW = np.float32(-np.inf)
 _GRAIN = 16384  # elements per task: below this a thread costs more than it saves
+_BLOCK = 1024  # exponentials computed before they are added up; a multiple of LANES
 
 # The mixers of samebits.bits, for one element at a time.
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -24,9 +25,20 @@ def _grain(columns: int) -> int:
 
 
 @kernel
+def _add_to_lanes(weights, n, lanes):
+    whole = n - n % LANES
+    for j in range(0, whole, LANES):
+        for k in range(LANES):
+            lanes[k] = lanes[k] + weights[j + k]
+    for j in range(whole, n):
+        lanes[j - whole] = lanes[j - whole] + weights[j]
+
+
+@kernel
 def leaf_kernel(logits, cuts, out, start, stop):
     """out[i, leaf] = (m, s) of a row's leaf; a NaN in the leaf makes s NaN."""
     lanes = np.empty(LANES, np.float32)
+    weights = np.empty(_BLOCK, np.float32)
     for i in range(start, stop):
         for leaf in range(cuts.shape[0]):
             x = logits[i, cuts[leaf, 0] : cuts[leaf, 1]]
@@ -43,11 +55,11 @@ def leaf_kernel(logits, cuts, out, start, stop):
                 m = lanes[k] if lanes[k] > m else m
             lanes[:] = _ZERO
             if m > _LOW:
-                for j in range(0, whole, LANES):
-                    for k in range(LANES):
-                        lanes[k] = lanes[k] + exp32(x[j + k] - m)
-                for j in range(whole, n):
-                    lanes[j - whole] = lanes[j - whole] + exp32(x[j] - m)
+                for first in range(0, n, _BLOCK):
+                    part = x[first : first + _BLOCK]
+                    for j in range(part.size):
+                        weights[j] = exp32(part[j] - m)
+                    _add_to_lanes(weights, part.size, lanes)
             else:  # only -inf, which weighs nothing, or NaN, which must show
                 for j in range(n):
                     lanes[0] = x[j] if x[j] != x[j] else lanes[0]

@@ -71,6 +71,7 @@ registry.register(
         modules=(
             "samebits.ops.jit",
             "samebits.ops.scalar",
+            "samebits.ops.vector",
             "samebits.ops.rms_norm",
             "samebits.ops.rms_norm.cpu",
         ),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from samebits.ops.jit import as_numpy, fma, kernel, parallel_for
-from samebits.ops.scalar import LANES, fold_lanes, narrow, widen
+from samebits.ops.jit import as_numpy, kernel, parallel_for
+from samebits.ops.scalar import LANES, narrow, widen
+from samebits.ops.vector import dot_tile
 
+_dot = dot_tile(1, 1)
 _ONE = np.float32(1.0)
 _GRAIN = 16384  # elements per task: below this a thread costs more than it saves
 
@@ -15,22 +17,17 @@ _GRAIN = 16384  # elements per task: below this a thread costs more than it save
 @kernel
 def rms_norm_fwd_kernel(x, weight, eps, y, inverse, start, stop):
     n = x.shape[1]
-    whole = n - n % LANES
+    steps = -(-n // LANES)
     w = np.empty(n, np.float32)
     for j in range(n):
         w[j] = widen(weight[j])
-    row = np.empty(n, np.float32)
-    lanes = np.empty(LANES, np.float32)
+    row = np.zeros(steps * LANES, np.float32)  # the padding's zeros leave a lane as it is
+    total = np.empty(1, np.float32)
     for i in range(start, stop):
         for j in range(n):
             row[j] = widen(x[i, j])
-        lanes[:] = np.float32(0.0)
-        for j in range(0, whole, LANES):
-            for lane in range(LANES):
-                lanes[lane] = fma(row[j + lane], row[j + lane], lanes[lane])
-        for j in range(whole, n):
-            lanes[j - whole] = fma(row[j], row[j], lanes[j - whole])
-        mean = fold_lanes(lanes) / np.float32(n)
+        _dot(row, 0, 0, row, 0, 0, steps, total, 0, 0)
+        mean = total[0] / np.float32(n)
         r = _ONE / np.sqrt(np.float32(mean + eps))
         inverse[i] = r
         for j in range(n):
