@@ -1,23 +1,19 @@
 """Vector micro-kernels as explicit LLVM IR: the inner loops of the CPU matrix operators.
 
-LANES partial sums per dot product: lane l sums the terms k = l, l + LANES, ... ascending by fp32
-fma from +0; lanes are then folded by halves (lane l + lane l + width / 2, width = 16, 8, 4, 2).
-A tile computes several dot products side by side, which moves no rounding: each keeps its own
-lanes. LLVM splits a 16-lane vector into what the machine has (two AVX2 or one AVX-512 register).
+A dot product has LANES partial sums: lane l sums the terms k = l, l + LANES, ... ascending by fp32
+fma from +0; lanes are then folded as `scalar.fold_lanes` does, ((0+1)+(2+3))+.... A tile computes
+several dot products side by side, which moves no rounding: each keeps its own lanes. LLVM splits a
+16-lane vector into what the machine has (two AVX2 registers or one AVX-512 register).
 """
 
 from __future__ import annotations
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from samebits.ops.jit import kernel
-from samebits.ops.scalar import bits_of, float_of
-
-LANES = 16
+from samebits.ops.scalar import LANES
 
 _F32 = ir.FloatType()
 _I64 = ir.IntType(64)
@@ -48,7 +44,7 @@ def _data(context, builder, array_type, array):
 
 
 def _load(builder, base, element, offset, width: int):
-    """`width` fp32 values at base[offset...]; a bf16 element (uint16) is widened, which is exact."""
+    """`width` fp32 values at base[offset...]; bf16 bits (uint16) are widened, which is exact."""
     at = builder.gep(base, [offset])
     if element == types.float32:
         return builder.load(builder.bitcast(at, _vec(width).as_pointer()), align=4)
@@ -58,32 +54,34 @@ def _load(builder, base, element, offset, width: int):
     return builder.bitcast(builder.shl(builder.zext(raw, i32), sixteen), _vec(width))
 
 
-# One fold level over two 8-wide vectors: which positions hold the low and the high half of each
-# sum. The masks stay inside 128-bit halves, where a shuffle is one cheap instruction.
-_FOLD = (
-    ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]),
-    ([0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
-    ([0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]),
-)
-_FOLD_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # fed in this order, sum i comes out at position i
+# Fold levels over two 8-wide vectors: positions of the left and of the right operand of each sum.
+# Masks stay inside 128-bit halves, or move whole halves, where a shuffle is one instruction.
+_EVEN, _ODD = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
+_LOW, _HIGH = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+_FOLD_ORDER = (0, 1, 4, 5, 2, 3, 6, 7)  # fed in this order, sum i comes out at position i
 
 
 def _fold(builder, accumulators: list) -> list:
-    """Fold each 16-lane accumulator by halves; returns the sums as scalars, eight at a time."""
+    """Fold each 16-lane accumulator to ((0+1)+(2+3))+...; returns scalars."""
+
+    def pairwise(level: list, left: list[int], right: list[int]) -> list:
+        return [
+            builder.fadd(_shuffle(builder, a, b, left), _shuffle(builder, a, b, right))
+            for a, b in zip(level[::2], level[1::2], strict=True)
+        ]
+
     sums = []
-    low, high = list(range(8)), list(range(8, 16))
     for start in range(0, len(accumulators), 8):
         part = accumulators[start : start + 8]
         filled = part + [part[0]] * (8 - len(part))
         level = []
         for i in _FOLD_ORDER:
-            a = filled[i]
-            level.append(builder.fadd(_shuffle(builder, a, a, low), _shuffle(builder, a, a, high)))
-        for lo, hi in _FOLD:
-            level = [
-                builder.fadd(_shuffle(builder, a, b, lo), _shuffle(builder, a, b, hi))
-                for a, b in zip(level[::2], level[1::2], strict=True)
-            ]
+            for half in (0, 8):
+                lanes = list(range(half, half + 8))
+                level.append(_shuffle(builder, filled[i], filled[i], lanes))
+        # Lane pairs, fours, eights (their halves lie 128 bits apart by then), sixteen.
+        for left, right in ((_EVEN, _ODD), (_EVEN, _ODD), (_LOW, _HIGH), (_EVEN, _ODD)):
+            level = pairwise(level, left, right)
         for i in range(len(part)):
             sums.append(builder.extract_element(level[0], ir.Constant(ir.IntType(32), i)))
     return sums
@@ -197,18 +195,3 @@ def axpy_tile(rows: int, vectors: int):
         return signature, codegen
 
     return tile
-
-
-@kernel
-def round_bf16(x):
-    """bf16 bits of an fp32 value, round to nearest even; every NaN becomes 0x7fc0."""
-    bits = np.uint32(bits_of(x))
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.uint16(np.uint32(0x7FC0) if nan else rounded)
-
-
-@kernel
-def widen_bf16(x):
-    """fp32 value of bf16 bits (uint16); exact."""
-    return float_of(np.int32(np.uint32(x) << np.uint32(16)))

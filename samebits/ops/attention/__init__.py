@@ -3,7 +3,7 @@
 Keys are cut at multiples of `PARTITION` of the absolute position; partitions are merged ascending
 (`reference.py`). Prefill, any slice of it, decode and training walk the same partitions, and a
 paged cache and contiguous keys give the same bits. Inputs are bf16 CPU tensors; anything else is
-refused (SB0411 dtype or device, SB0412 shape, SB0413 layout, SB0414 geometry, SB0415 tables). A
+refused (SB0420 dtype or device, SB0421 shape, SB0413 layout, SB0414 geometry, SB0415 tables). A
 NaN result carries no bit promise: comparisons fail on every NaN.
 """
 
@@ -12,11 +12,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from samebits.bits import mixsum
 from samebits.errors import Refused
-from samebits.ops import registry
+from samebits.ops import registry, samples
 from samebits.ops.attention import cpu
 from samebits.ops.attention.cpu import PARTITION
-from samebits.ops.vector import LANES
+from samebits.ops.checks import require_dtype, require_shape
+from samebits.ops.scalar import LANES
 
 __all__ = ["PARTITION", "paged", "varlen"]
 
@@ -40,10 +42,10 @@ def paged(
     query_start  [R + 1] integers, cumulative, 0 to T (rows past query_start[R] are not written)
     seq_lens     [R] integers: keys of request r; its i-th query sits at position
                  seq_lens[r] - (number of its queries) + i and sees the keys up to itself
-    Forward only. Refuses with SB0411 to SB0415.
+    Forward only. Refuses with SB0413 to SB0415, SB0420, SB0421.
     """
     _check_operands(q, key_cache, value_cache, rank=4)
-    blocks, block_size, key_heads, size = key_cache.shape
+    blocks, block_size, key_heads, _ = key_cache.shape
     starts, lengths = _integers(query_start), _integers(seq_lens)
     table = _integers(block_table)
     _check_starts(starts, lengths, tokens=q.shape[0])
@@ -91,7 +93,7 @@ def varlen(
 
     q [T, H, D], k and v [T, G, D] bf16, G divides H, the last dimension contiguous; cu_seqlens
     [B + 1] integers, cumulative, 0 to T. The bits of a token are those of `paged`. The backward is
-    computed in fp32 per sequence and rounded once. Refuses with SB0411 to SB0415.
+    computed in fp32 per sequence and rounded once. Refuses with SB0413 to SB0415, SB0420, SB0421.
     """
     _check_operands(q, k, v, rank=3)
     starts = _integers(cu_seqlens)
@@ -107,29 +109,34 @@ def varlen(
     return _Varlen.apply(q, k, v, starts, scale)
 
 
+def _contiguous(q, k, v, starts: np.ndarray, scale: float) -> torch.Tensor:
+    """`varlen` without checks: packed keys are one page per sequence."""
+    out = torch.empty(q.shape, dtype=q.dtype)
+    first = starts[:-1, None]
+    cpu.attend(
+        q,
+        k,
+        v,
+        first * k.stride(0),
+        first * v.stride(0),
+        max(1, q.shape[0]),
+        (k.stride(0), v.stride(0)),
+        (k.stride(1), v.stride(1)),
+        k.shape[1],
+        starts,
+        np.diff(starts),
+        scale,
+        out,
+    )
+    return out
+
+
 class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, starts, scale):
         ctx.save_for_backward(q, k, v)
         ctx.starts, ctx.scale = starts, scale
-        out = torch.empty(q.shape, dtype=q.dtype)
-        first = starts[:-1, None]
-        cpu.attend(
-            q,
-            k,
-            v,
-            first * k.stride(0),
-            first * v.stride(0),
-            max(1, q.shape[0]),
-            (k.stride(0), v.stride(0)),
-            (k.stride(1), v.stride(1)),
-            k.shape[1],
-            starts,
-            np.diff(starts),
-            scale,
-            out,
-        )
-        return out
+        return _contiguous(q, k, v, starts, scale)
 
     @staticmethod
     def backward(ctx, grad):
@@ -184,20 +191,10 @@ def _check_starts(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> None:
 
 def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
-            raise Refused(
-                "SB0411",
-                seen=f"{name} is {tensor.dtype} on {tensor.device}",
-                required="torch.bfloat16 on cpu",
-                hint="samebits explain SB0411",
-            )
-    if q.dim() != 3 or k.dim() != rank or v.shape != k.shape or k.shape[-1] != q.shape[-1]:
-        raise Refused(
-            "SB0412",
-            seen=f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
-            required=f"q of rank 3, k and v of rank {rank} with equal shapes and q's head size",
-            hint="samebits explain SB0412",
-        )
+        require_dtype(name, tensor, torch.bfloat16)
+    require_shape("q", q, q.dim() == 3, "[T, H, D]")
+    require_shape("k", k, k.dim() == rank and k.shape[-1] == q.shape[-1], "[..., G, D], D as q")
+    require_shape("v", v, v.shape == k.shape, str(list(k.shape)))
     heads, size, key_heads = q.shape[1], q.shape[2], k.shape[-2]
     if (
         size == 0
@@ -220,3 +217,29 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int
                 required="a contiguous last dimension",
                 hint="samebits explain SB0413",
             )
+
+
+def _probe() -> int:
+    # Two requests: one token alone, and one that crosses a partition with an incomplete tile.
+    starts = np.array([0, 1, PARTITION + 8])
+    q = samples.bf16((PARTITION + 8, 6, 32), 1, -4, 3)
+    k, v = (samples.bf16((PARTITION + 8, 2, 32), seed, -4, 3) for seed in (2, 3))
+    return mixsum(_contiguous(q, k, v, starts, 32**-0.5))
+
+
+registry.register(
+    registry.Implementation(
+        region="attention",
+        id="attention.cpu.1",
+        platform="cpu",
+        constants={"lanes": LANES, "partition": PARTITION},
+        modules=(
+            "samebits.ops.jit",
+            "samebits.ops.scalar",
+            "samebits.ops.vector",
+            "samebits.ops.attention",
+            "samebits.ops.attention.cpu",
+        ),
+        probe=_probe,
+    )
+)

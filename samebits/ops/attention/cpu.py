@@ -11,8 +11,8 @@ import torch
 
 from samebits.ops import jit
 from samebits.ops.jit import fma, kernel
-from samebits.ops.scalar import exp32
-from samebits.ops.vector import LANES, axpy_tile, dot_tile, round_bf16, widen_bf16
+from samebits.ops.scalar import LANES, exp32, narrow, widen
+from samebits.ops.vector import axpy_tile, dot_tile
 
 PARTITION = 256  # keys per leaf, by absolute position
 ROWS = 48  # query rows (tokens x heads of one key head) that share one pass over the keys
@@ -67,7 +67,7 @@ def _weights(s, at, keys, padded, scale, ones, sums, row):
 
 @kernel
 def _values(p, first, rows, limits, v, size, out):
-    """out[i, :] = fma chain over p[i, j] * v[j, :], j = 0 .. limits[i] - 1, for rows from `first`."""
+    """out[i, :] = fma chain over p[i, j] * v[j, :], j = 0 .. limits[i] - 1; rows from `first`."""
     for d in range(0, size, 16):
         i = first
         while i < rows:
@@ -115,7 +115,7 @@ def _attend(
             token, h = begin + token0 + i // group, head * group + i % group
             source = token * q_token + h * q_head
             for d in range(size):
-                qs[i * size + d] = widen_bf16(q[source + d])
+                qs[i * size + d] = widen(q[source + d])
         reach = position0 + tokens  # keys visible to the last row
         for origin in range(0, reach, PARTITION):
             keys = min(PARTITION, reach - origin)
@@ -125,9 +125,9 @@ def _attend(
                 at_k = base_k[request, page] + slot * k_row + head * k_head
                 at_v = base_v[request, page] + slot * v_row + head * v_head
                 for d in range(size):
-                    ks[j * size + d] = widen_bf16(k[at_k + d])
+                    ks[j * size + d] = widen(k[at_k + d])
                 for d in range(size):
-                    vs[j * size + d] = widen_bf16(v[at_v + d])
+                    vs[j * size + d] = widen(v[at_v + d])
             skip = max(0, origin - position0) * group  # rows that end before this partition
             for i in range(skip, rows):
                 limits[i] = min(keys, position0 + i // group + 1 - origin)
@@ -160,7 +160,7 @@ def _attend(
         for i in range(rows):
             token, h = begin + token0 + i // group, head * group + i % group
             for d in range(size):
-                out[(token * heads + h) * size + d] = round_bf16(acc[i * size + d] / sums[i])
+                out[(token * heads + h) * size + d] = narrow(acc[i * size + d] / sums[i])
 
 
 def _span(x: torch.Tensor) -> np.ndarray:

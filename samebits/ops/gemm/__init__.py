@@ -2,7 +2,7 @@
 
 Every output element is one dot product whose schedule (`reference.py`) depends on K and on the
 number of leaves only. Inputs are bf16 CPU tensors; weights are [N, K], contiguous. Anything else is
-refused (SB0411 dtype or device, SB0412 shape, SB0413 layout). A NaN result carries no bit promise:
+refused (SB0420 dtype or device, SB0421 shape, SB0413 layout). A NaN result carries no bit promise:
 comparisons fail on every NaN.
 
 All functions are differentiable. Gradients are fp32 matrix products rounded once to bf16; they
@@ -14,20 +14,20 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from samebits.bits import mixsum
 from samebits.errors import Refused
-from samebits.ops import jit, registry
+from samebits.ops import registry, samples
+from samebits.ops.checks import require_dtype, require_shape
 from samebits.ops.gemm import cpu
+from samebits.ops.scalar import LANES
 from samebits.plan import ReductionPlan
-
-_WHOLE = ReductionPlan(1)
-_HINT = "samebits explain {}"
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] bf16 times w [N, K] bf16, transposed -> [..., N] bf16.
 
     Lanes of fp32 fma over K, folded by halves, rounded once; `bias` [N] bf16 is then added in fp32
-    and rounded again. Refuses with SB0411, SB0412, SB0413.
+    and rounded again. Refuses with SB0413, SB0420, SB0421.
     """
     _check(x, w, bias)
     registry.count_served("gemm.column", _rows(x))
@@ -55,7 +55,7 @@ def row_parallel(
     (bytes only move) and folded in rank order; the root is rounded once. So the result does not
     depend on the group size. The backward has no collective: grad_x = grad_y @ w for the local
     slice. Refuses with SB0402 (K does not divide), SB0403 (group does not divide the leaves),
-    SB0411 to SB0413.
+    SB0413, SB0420, SB0421.
     """
     _check(x, w, None)
     size = 1 if group is None else dist.get_world_size(group)
@@ -112,31 +112,57 @@ def _rows(x: torch.Tensor) -> int:
 
 def _check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
     for name, tensor in (("x", x), ("w", w), ("bias", bias)):
-        if tensor is not None and (tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu"):
-            raise Refused(
-                "SB0411",
-                seen=f"{name} is {tensor.dtype} on {tensor.device}",
-                required="torch.bfloat16 on cpu",
-                hint=_HINT.format("SB0411"),
-            )
-    if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1] or w.shape[1] == 0:
-        raise Refused(
-            "SB0412",
-            seen=f"x {list(x.shape)}, w {list(w.shape)}",
-            required="x [..., K] and w [N, K] with the same K > 0",
-            hint=_HINT.format("SB0412"),
-        )
-    if bias is not None and bias.shape != (w.shape[0],):
-        raise Refused(
-            "SB0412",
-            seen=f"bias {list(bias.shape)}, w {list(w.shape)}",
-            required=f"bias [{w.shape[0]}]",
-            hint=_HINT.format("SB0412"),
-        )
+        if tensor is not None:
+            require_dtype(name, tensor, torch.bfloat16)
+    require_shape("w", w, w.dim() == 2 and w.shape[1] > 0, "[N, K], K > 0")
+    require_shape("x", x, x.shape[-1:] == w.shape[1:], f"[..., {w.shape[1]}]")
+    if bias is not None:
+        require_shape("bias", bias, bias.shape == w.shape[:1], f"[{w.shape[0]}]")
     if not w.is_contiguous():
         raise Refused(
             "SB0413",
             seen=f"w with strides {list(w.stride())}",
-            required="a contiguous [N, K] weight (a copy would hide stale weights)",
-            hint=_HINT.format("SB0413"),
+            required="a contiguous [N, K] weight",
+            hint="samebits explain SB0413",
         )
+
+
+def _register(
+    region: str, constants: dict[str, int | str], leaves: int, dtype: torch.dtype
+) -> None:
+    def probe() -> int:
+        # Many rows with a tail in K, where every term counts; and one row whose products are
+        # subnormal, so that a process that flushes them answers differently.
+        outputs = []
+        for seed, (rows, width, length, low, high) in enumerate(
+            ((9, 37, 8 * 21, -3, 3), (1, 24, 640, -70, -66))
+        ):
+            x = samples.bf16((rows, length), 2 * seed, low, high)
+            w = samples.bf16((width, length), 2 * seed + 1, low, high)
+            # The accumulators too: rounding to bf16 hides most changes of order.
+            for kind in (torch.float32, dtype):
+                outputs.append(cpu.matmul(x, w, leaves, kind).float().flatten())
+        return mixsum(torch.cat(outputs))
+
+    registry.register(
+        registry.Implementation(
+            region=region,
+            id=f"{region}.cpu.1",
+            platform="cpu",
+            constants=constants,
+            modules=(
+                "samebits.plan",
+                "samebits.ops.jit",
+                "samebits.ops.scalar",
+                "samebits.ops.vector",
+                "samebits.ops.gemm",
+                "samebits.ops.gemm.cpu",
+            ),
+            probe=probe,
+        )
+    )
+
+
+_register("gemm.column", {"lanes": LANES, "rounding": "bf16"}, 1, torch.bfloat16)
+_register("gemm.row", {"lanes": LANES, "rounding": "bf16", "leaves": "plan"}, 8, torch.bfloat16)
+_register("gemm.lm_head", {"lanes": LANES, "rounding": "none"}, 1, torch.float32)

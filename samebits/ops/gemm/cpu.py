@@ -13,7 +13,8 @@ from numba.extending import overload
 
 from samebits.ops import jit
 from samebits.ops.jit import kernel
-from samebits.ops.vector import LANES, dot_tile, round_bf16, widen_bf16
+from samebits.ops.scalar import LANES, narrow, widen
+from samebits.ops.vector import dot_tile
 
 COLS = 3  # outputs of a full tile along N
 ROW_BLOCK = 64  # rows of x handled per visit of a weight block
@@ -62,7 +63,7 @@ def _compiled_put(out, i, j, value):
     if out.dtype == types.uint16:
 
         def put(out, i, j, value):
-            out[i, j] = round_bf16(value)
+            out[i, j] = narrow(value)
     else:
 
         def put(out, i, j, value):
@@ -89,7 +90,7 @@ def _columns(x, x_stride, rows, w, w_stride, leaves, leaf, padded, direct, block
                 for g in range(leaves):
                     target = (j * leaves + g) * padded
                     for k in range(leaf):
-                        scratch[target + k] = widen_bf16(w[source + g * leaf + k])
+                        scratch[target + k] = widen(w[source + g * leaf + k])
                     for k in range(leaf, padded):
                         scratch[target + k] = np.float32(0.0)
         for mb in range(0, rows, ROW_BLOCK):
@@ -122,7 +123,7 @@ def _columns(x, x_stride, rows, w, w_stride, leaves, leaf, padded, direct, block
 @kernel
 def _round(x, out, start, stop):
     for i in range(start, stop):
-        out[i] = round_bf16(x[i])
+        out[i] = narrow(x[i])
 
 
 def matmul(x: torch.Tensor, w: torch.Tensor, leaves: int, dtype: torch.dtype) -> torch.Tensor:
