@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 _INT_OF_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_M1 = np.uint64(0xBF58476D1CE4E5B9)
-_M2 = np.uint64(0x94D049BB133111EB)
-_G = np.uint64(0x9E3779B97F4A7C15)
+# The constants of SplitMix64; digests and random weights share them.
+M1 = np.uint64(0xBF58476D1CE4E5B9)
+M2 = np.uint64(0x94D049BB133111EB)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def int_view(x) -> np.ndarray:
@@ -96,8 +97,8 @@ def equal(left, right) -> bool:
 
 def splitmix64(z: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64: a bijection of uint64 that spreads every input bit."""
-    z = (z ^ (z >> np.uint64(30))) * _M1
-    z = (z ^ (z >> np.uint64(27))) * _M2
+    z = (z ^ (z >> np.uint64(30))) * M1
+    z = (z ^ (z >> np.uint64(27))) * M2
     return z ^ (z >> np.uint64(31))
 
 
@@ -112,9 +113,9 @@ def mixsum(x, index: np.ndarray | None = None) -> int:
         np.arange(bits.size, dtype=np.uint64) if index is None else index.ravel().astype(np.uint64)
     )
     with np.errstate(over="ignore"):
-        seed = splitmix64(where * _G + _G)
+        seed = splitmix64(where * GOLDEN + GOLDEN)
         low = int(splitmix64(seed ^ bits).sum(dtype=np.uint64))
-        high = int(splitmix64((seed + _M1) ^ (bits * _M2 + _G)).sum(dtype=np.uint64))
+        high = int(splitmix64((seed + M1) ^ (bits * M2 + GOLDEN)).sum(dtype=np.uint64))
     return (high << 64) | low
 
 

@@ -79,29 +79,20 @@ def model_digest(checksums: Iterable[tuple[str, int]]) -> str:
     return digest.hexdigest()
 
 
+_mix = jit.kernel(bits.splitmix64)
+_G, _M1, _M2 = bits.GOLDEN, bits.M1, bits.M2
+
+
 @jit.kernel
 def _row_sums(patterns, rows, columns, sums, start, stop):
     """`bits.mixsum` of rows [start, stop), one pair of sums per row; all arithmetic mod 2**64."""
-    g = np.uint64(0x9E3779B97F4A7C15)
-    m1 = np.uint64(0xBF58476D1CE4E5B9)
-    m2 = np.uint64(0x94D049BB133111EB)
-    s30, s27, s31 = np.uint64(30), np.uint64(27), np.uint64(31)
     for r in range(start, stop):
         low = np.uint64(0)
         high = np.uint64(0)
         for c in range(columns.size):
-            seed = (rows[r] + columns[c]) * g + g
-            seed = (seed ^ (seed >> s30)) * m1
-            seed = (seed ^ (seed >> s27)) * m2
-            seed = seed ^ (seed >> s31)
+            seed = _mix((rows[r] + columns[c]) * _G + _G)
             value = np.uint64(patterns[r, c])
-            a = seed ^ value
-            a = (a ^ (a >> s30)) * m1
-            a = (a ^ (a >> s27)) * m2
-            low += a ^ (a >> s31)
-            b = (seed + m1) ^ (value * m2 + g)
-            b = (b ^ (b >> s30)) * m1
-            b = (b ^ (b >> s27)) * m2
-            high += b ^ (b >> s31)
+            low += _mix(seed ^ value)
+            high += _mix((seed + _M1) ^ (value * _M2 + _G))
         sums[0, r] = low
         sums[1, r] = high

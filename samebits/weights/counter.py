@@ -1,0 +1,112 @@
+"""Random weights without a file: each element is a function of (seed, tensor name, flat index).
+
+Any shard of any tensor can be drawn alone, on any machine, with the same bits:
+
+    hash   splitmix64 finaliser of key + (index + 1) * golden; key = first 8 bytes of
+           sha256("seed\\0name")
+    draw   sum of the hash's four 16-bit fields minus 131070: an integer, near Gaussian,
+           mean 0, standard deviation 37837.2, |draw| <= 131070
+    value  (offset + draw * multiplier) * 2**-exponent: at most 24 significant bits, so exact in
+           fp32; then one rounding (nearest even) to bf16
+
+Scales follow the tensor's role, so that activations keep a norm near 1 per element and the
+entropy of the next-token distribution lies between 1 and 4 nats: flat logits, which vLLM's
+`dummy` format gives, would make every comparison easy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from samebits.bits import GOLDEN, splitmix64
+from samebits.errors import Refused
+from samebits.weights.checksums import Index, axis_offsets
+
+_DRAW_DEVIATION = math.sqrt(4 * (65536**2 - 1) / 12)
+_LN2 = 0.6931471805599453
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Scale:
+    """value = (offset + draw * multiplier) * 2**-exponent."""
+
+    multiplier: int
+    exponent: int
+    offset: int = 0
+
+    @staticmethod
+    def deviation(target: float) -> Scale:
+        """Standard deviation `target` (up to 1/32 of it), with a 5-bit multiplier."""
+        per_draw = target / _DRAW_DEVIATION
+        exponent = 4 - math.frexp(per_draw)[1] + 1
+        return Scale(round(math.ldexp(per_draw, exponent)), exponent)
+
+
+_NORM = Scale(1, 17, 1 << 17)  # 1 with standard deviation 0.29, always positive
+_BIAS = Scale.deviation(0.125)
+
+
+def scale_of(name: str, shape: Sequence[int], *, tied: bool, entropy_nats: float) -> Scale:
+    """The scale of a tensor by the role that its Hugging Face checkpoint name gives it.
+
+    `tied` says that the embedding also serves as output head; `entropy_nats` is the aimed entropy
+    of the next-token distribution. Raises Refused SB0703 for a name that fits no role.
+    """
+    if name.endswith("norm.weight") and len(shape) == 1:
+        return _NORM
+    if re.search(r"_proj\.bias$", name) and len(shape) == 1:
+        return _BIAS
+    if name == "lm_head.weight" or (name == "model.embed_tokens.weight" and tied):
+        return _head(*shape, entropy_nats)
+    if name == "model.embed_tokens.weight":
+        return Scale.deviation(1.0)
+    if re.search(r"\.(q|k|v|o|gate|up|down)_proj\.weight$", name) and len(shape) == 2:
+        return Scale.deviation(1 / math.sqrt(shape[1]))
+    raise Refused(
+        "SB0703",
+        seen=f"`{name}` of shape {tuple(shape)}",
+        required="a norm, projection, embedding or output head of a dense decoder",
+        hint="samebits explain SB0703",
+    )
+
+
+def _head(vocabulary: int, hidden: int, entropy_nats: float) -> Scale:
+    """Logits of deviation s over V tokens have an entropy near ln V - s*s/2."""
+    most = vocabulary.bit_length() * _LN2  # not log(): its last bit may depend on the machine
+    return Scale.deviation(math.sqrt(max(1.0, 2 * (most - entropy_nats))) / math.sqrt(hidden))
+
+
+def draw(
+    seed: int, name: str, shape: Sequence[int], scale: Scale, index: Index | None = None
+) -> torch.Tensor:
+    """bf16 tensor logical[index] of the logical tensor `name` of `shape` (whole without `index`).
+
+    `index` is read as by `checksums.axis_offsets`.
+    """
+    key = np.frombuffer(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:8], "<u8")[0]
+    offsets = axis_offsets(tuple(shape), index)
+    flat = np.zeros((1,) * len(offsets), np.uint64)
+    for axis, values in enumerate(offsets):
+        flat = flat + values.reshape([-1 if a == axis else 1 for a in range(len(offsets))])
+    out = np.empty(flat.size, np.float32)
+    flat = flat.ravel()
+    for start in range(0, flat.size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        out[block] = _values(key, flat[block], scale)
+    return torch.from_numpy(out.reshape([o.size for o in offsets])).to(torch.bfloat16)
+
+
+def _values(key: np.uint64, flat: np.ndarray, scale: Scale) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        hashed = splitmix64(key + (flat + np.uint64(1)) * GOLDEN)
+    draws = hashed.view(np.uint16).reshape(-1, 4).sum(axis=1, dtype=np.int64) - 131070
+    integers = scale.offset + draws * scale.multiplier
+    return np.ldexp(integers.astype(np.float32), -scale.exponent)
