@@ -14,6 +14,7 @@ rank per process.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -288,7 +289,7 @@ class Trainer:
             sizes = [len(s) - 1 for s in part]
             logprobs += [v.clone() for v in values.split(sizes)]
             ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-            names += [found[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+            names += [found[a:b] for a, b in itertools.pairwise(ends)]
         return Scores(logprobs, names if digests else None)
 
     def _row_digests(self, logits: torch.Tensor) -> list[str]:

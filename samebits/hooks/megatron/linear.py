@@ -81,7 +81,7 @@ def row_product(x, weight, plan, group) -> torch.Tensor:
 
 
 def _rank_order_sum(x, weight, group) -> torch.Tensor:
-    """Planted fault: each rank rounds its partial product to bf16, then a native all-reduce adds."""
+    """Planted fault: every rank rounds its partial product, then a native all-reduce adds."""
     from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
     return reduce_from_tensor_model_parallel_region(gemm.linear(x, weight), group=group)
