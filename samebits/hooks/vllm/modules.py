@@ -1,0 +1,72 @@
+"""Out-of-tree layers: vLLM instantiates these instead of its own classes of the same name."""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from samebits.errors import Refused
+from samebits.ops import rms_norm, rotary, silu_mul
+
+
+class AlignedRMSNorm(RMSNorm):
+    """x [..., H] bf16; with a residual, x + residual is rounded to bf16 before it is normed."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        if self.variance_size_override is not None or not self.has_weight:
+            raise Refused(
+                "SB0511",
+                seen=f"RMSNorm over {self.variance_size_override}, weight {self.has_weight}",
+                required="RMSNorm over the whole last dimension, with a weight",
+                hint="samebits explain SB0511",
+            )
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        if residual is None:
+            return rms_norm.rms_norm(x, self.weight.data, self.variance_epsilon)
+        residual = x + residual
+        return rms_norm.rms_norm(residual, self.weight.data, self.variance_epsilon), residual
+
+
+class AlignedSiluAndMul(SiluAndMul):
+    """gate_up [T, 2F] bf16 -> [T, F] bf16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_mul.silu_mul(x)
+
+
+class AlignedRotaryEmbedding(RotaryEmbedding):
+    """query [T, Hq * D], key [T, Hkv * D] bf16, turned by the shared fp32 table."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        kwargs["init_cache"] = False  # vLLM's own table is bf16 and not used
+        super().__init__(*args, **kwargs)
+        if not self.is_neox_style:
+            raise Refused(
+                "SB0511",
+                seen="interleaved rotary embedding",
+                required="the halves layout",
+                hint="samebits explain SB0511",
+            )
+        self.register_buffer(
+            "table",
+            rotary.table(self.max_position_embeddings, self.rotary_dim, self.base),
+            persistent=False,
+        )
+
+    def forward(self, positions, query, key=None):
+        def turn(x: torch.Tensor) -> torch.Tensor:
+            heads = x.reshape(x.shape[0], -1, self.head_size)
+            return rotary.apply(heads, positions, self.table).view(x.shape)
+
+        return turn(query), None if key is None else turn(key)
+
+
+def register() -> None:
+    """Register the classes with vLLM's out-of-tree registry; once per process."""
+    RMSNorm.register_oot(AlignedRMSNorm, name="RMSNorm")
+    SiluAndMul.register_oot(AlignedSiluAndMul, name="SiluAndMul")
+    RotaryEmbedding.register_oot(AlignedRotaryEmbedding, name="RotaryEmbedding")

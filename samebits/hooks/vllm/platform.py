@@ -1,0 +1,45 @@
+"""vLLM's CPU platform without a compiled extension, and the gate in front of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.platforms.cpu import CpuPlatform as VllmCpuPlatform
+
+from samebits.hooks.vllm import config, requests
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class CpuPlatform(VllmCpuPlatform):
+    """Adds an attention backend, a worker and refusals; scheduler, KV cache and sampler are vLLM's."""
+
+    # torch.compile'd helpers stay eager: no C++ compiler is needed and nothing is fused.
+    simple_compile_backend: str = "eager"
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Nothing to import: `cpu_ops` defines what the Python code calls."""
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None) -> str:
+        from samebits import runtime
+
+        name = "PagedBackend" if runtime.aligned() else "SdpaBackend"
+        return f"samebits.hooks.vllm.attention.{name}"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        super().check_and_update_config(vllm_config)
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker":
+            parallel.worker_cls = "samebits.hooks.vllm.worker.CpuWorker"
+        # vLLM forces worker processes on a CPU to bind OpenMP threads; one rank needs no binding.
+        if parallel.world_size == 1:
+            parallel.distributed_executor_backend = "uni"
+        config.check(vllm_config)
+
+    @classmethod
+    def validate_request(cls, processed_inputs, params) -> None:
+        requests.check(params)

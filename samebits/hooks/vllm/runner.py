@@ -1,0 +1,93 @@
+"""Model runner that can digest whole logit rows while vLLM computes them."""
+
+from __future__ import annotations
+
+import torch
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from samebits import bits
+
+
+class RowDigests:
+    """Digests of whole fp32 logit rows, keyed by request and the index of the token they predict.
+
+    Off by default. While on, every row that leads to a sampled or a prompt logprob is recorded.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._rows: dict[str, dict[int, str]] = {}
+
+    def add(self, request_id: str, first: int, logits: torch.Tensor) -> None:
+        """logits [n, V]: rows that predict tokens first, first + 1, ... of the request."""
+        from samebits.ops import logprob
+
+        rows = self._rows.setdefault(request_id, {})
+        for offset, row in enumerate(logits.float()):
+            rows[first + offset] = bits.hex_digest(logprob.row_digest(row))
+
+    def take(self) -> dict[str, dict[str, str]]:
+        """Everything recorded so far, and forget it."""
+        rows, self._rows = self._rows, {}
+        return {key: {str(i): digest for i, digest in value.items()} for key, value in rows.items()}
+
+
+class ModelRunner(CPUModelRunner):
+    """vLLM's CPU runner; observes, computes nothing of its own."""
+
+    def __init__(self, vllm_config, device) -> None:
+        super().__init__(vllm_config, device)
+        self.row_digests = RowDigests()
+        self._scheduled: dict[str, int] = {}
+
+    def execute_model(self, scheduler_output, *args, **kwargs):
+        self._scheduled = scheduler_output.num_scheduled_tokens
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _sample(self, logits, spec_decode_metadata):
+        if self.row_digests.on and logits is not None:
+            for row, request_id in enumerate(self.input_batch.req_ids):
+                if self.discard_request_mask.np[row]:
+                    continue
+                done = self.requests[request_id].num_computed_tokens + self._scheduled[request_id]
+                self.row_digests.add(request_id, done, logits[row : row + 1])
+        return super()._sample(logits, spec_decode_metadata)
+
+    def _get_prompt_logprobs_dict(self, hidden_states, num_scheduled_tokens):
+        if not self.row_digests.on:
+            return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
+        pieces = self._prompt_pieces(num_scheduled_tokens)
+        with _observed_logits(self.model, pieces, self.row_digests):
+            return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
+
+    def _prompt_pieces(self, scheduled: dict[str, int]) -> list[tuple[str, int, int]]:
+        """(request, first predicted token, rows) in the order in which vLLM asks for logits."""
+        pieces = []
+        for request_id in self.num_prompt_logprobs:
+            if request_id not in scheduled:
+                continue
+            request = self.requests[request_id]
+            first = request.num_computed_tokens + 1
+            rows = min(scheduled[request_id], len(request.prompt_token_ids) - first)
+            if rows > 0:
+                pieces.append((request_id, first, rows))
+        return pieces
+
+
+class _observed_logits:
+    """Forward hook on the logits layer for one call of vLLM's prompt-logprob loop."""
+
+    def __init__(self, model, pieces, digests: RowDigests) -> None:
+        self._layer, self._pieces, self._digests = model.logits_processor, iter(pieces), digests
+
+    def __enter__(self) -> None:
+        self._handle = self._layer.register_forward_hook(self._see)
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _see(self, _layer, _inputs, logits: torch.Tensor) -> None:
+        request_id, first, rows = next(self._pieces)
+        if logits.shape[0] != rows:
+            raise RuntimeError(f"{request_id}: {logits.shape[0]} logit rows, expected {rows}")
+        self._digests.add(request_id, first, logits)

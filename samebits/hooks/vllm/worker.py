@@ -1,0 +1,124 @@
+"""Worker with the calls that gates and weight sync make: `LLM.collective_rpc("samebits_...")`.
+
+Every call returns {"ok": value} or {"error": [type, id, seen, required, hint]}, because vLLM passes
+an exception between its processes as text only.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from samebits import runtime
+from samebits.errors import SamebitsError
+
+
+def _reply(method):
+    """Return a `SamebitsError` as data; anything else stays an exception."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        try:
+            return {"ok": method(self, *args, **kwargs)}
+        except SamebitsError as error:
+            kind = type(error).__name__
+            return {"error": [kind, error.error_id, error.seen, error.required, error.hint]}
+
+    return call
+
+
+class Extension:
+    """Calls that need the worker's model; usable as `worker_extension_cls` with another worker."""
+
+    @_reply
+    def samebits_load_weights(self, manifest: str, step: int | None = None) -> int:
+        """Verify a transfer and copy it into the live parameters; returns the number of tensors."""
+        from samebits.hooks.vllm import weights
+        from samebits.weights.transport import Manifest, receive
+
+        model = self.model_runner.get_model()
+        tensors = receive(
+            Manifest.from_json(manifest),
+            contract_digest=_contract_digest(),
+            names=weights.names(model),
+            step=step,
+        )
+        return weights.load(model, tensors)
+
+    @_reply
+    def samebits_weight_checksums(self) -> dict[str, str]:
+        """This rank's part of every logical tensor, from the parameters that the model computes with."""
+        from samebits.hooks.vllm import weights
+
+        return weights.checksums(self.model_runner.get_model(), self.rank)
+
+    @_reply
+    def samebits_served(self, reset: bool = False) -> dict[str, int]:
+        """Rows that each region computed in this process."""
+        from samebits.ops import registry
+
+        counts = registry.served()
+        if reset:
+            registry.reset_served()
+        return counts
+
+    @_reply
+    def samebits_contract_digest(self) -> str:
+        return _contract_digest()
+
+    @_reply
+    def samebits_binding(self) -> str:
+        """What start-up checked, as JSON: known-answer probes of this process against the contract."""
+        return json.dumps(self.binding)
+
+    @_reply
+    def samebits_row_digests(self, on: bool) -> dict[str, dict[str, str]]:
+        """Switch recording on or off; returns and clears what was recorded."""
+        digests = self.model_runner.row_digests
+        digests.on = on
+        return digests.take()
+
+    @_reply
+    def samebits_hazards(self, reset: bool = False) -> dict:
+        report = self.hazards.report()
+        if reset:
+            self.hazards.reset()
+        return report
+
+
+def _contract_digest() -> str:
+    """Digest of the contract bytes; the stock control without a contract has none."""
+    import os
+
+    return runtime.contract().digest if os.environ.get("SAMEBITS_CONTRACT") else ""
+
+
+class CpuWorker(Extension, CPUWorker):
+    """vLLM's CPU worker that counts scheduler hazards and checks the contract before it loads."""
+
+    def init_device(self) -> None:
+        from samebits.hooks.vllm.hazards import Hazards
+        from samebits.hooks.vllm.runner import ModelRunner
+
+        super().init_device()
+        self.model_runner = ModelRunner(self.vllm_config, self.device)
+        self.hazards = Hazards(self.cache_config.block_size)
+        self.binding = _bind()
+
+    def determine_available_memory(self) -> int:
+        """The KV cache size that was asked for; without one, vLLM's own measurement."""
+        return self.cache_config.kv_cache_memory_bytes or super().determine_available_memory()
+
+    def execute_model(self, scheduler_output):
+        self.hazards.observe(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+
+def _bind() -> dict:
+    """Run the contract's checks on this process's operators; nothing to bind in the control."""
+    if not runtime.aligned():
+        return {}
+    binding = runtime.contract().bind("rollout")
+    return {"admitted": binding.admitted, "answers": dict(binding.answers)}
