@@ -15,12 +15,14 @@ _GRAIN = 16384  # elements per task: below this a thread costs more than it save
 @kernel
 def silu_mul_fwd_kernel(gate_up, y, start, stop):
     width = y.shape[1]
+    e = np.empty(width, np.float32)  # exponentials in a loop of their own vectorise better
     for i in range(start, stop):
         gate, up, out = gate_up[i, :width], gate_up[i, width:], y[i]
         for j in range(width):
+            e[j] = exp32(-widen(gate[j]))
+        for j in range(width):
             g = widen(gate[j])
-            s = _ONE / (_ONE + exp32(-g))
-            out[j] = narrow((g * s) * widen(up[j]))
+            out[j] = narrow((g * (_ONE / (_ONE + e[j]))) * widen(up[j]))
 
 
 @kernel
