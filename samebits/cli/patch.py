@@ -1,0 +1,147 @@
+"""`samebits patch`: build, check, export and compare the patch series on the pinned upstreams."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from samebits.errors import Refused
+from samebits.patching import export as exporting
+from samebits.patching import pins, trees
+from samebits.patching.series import Series
+from samebits.patching.workspace import Workspace
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""Patched upstream trees. Exit codes: 0 done or equal, 1 different, 2 bad input or refused,
+    4 internal error, 130 interrupted. Data goes to stdout, messages to stderr.""",
+)
+
+Upstreams = Annotated[
+    Optional[list[str]], typer.Argument(help="Upstream names of patches/pins.yaml; all by default.")
+]
+Models = Annotated[
+    Optional[list[str]], typer.Option("--model", help="Model case; repeatable. All by default.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    root: Annotated[
+        Optional[Path],
+        typer.Option(help="Checkout of the project, where it is not found by itself."),
+    ] = None,
+) -> None:
+    context.obj = root
+
+
+def _workspace(context: typer.Context) -> Workspace:
+    root: Path | None = context.obj
+    return Workspace(root.resolve()) if root else Workspace.find()
+
+
+def _selected(workspace: Workspace, names: list[str] | None) -> list[pins.Pin]:
+    if not names:
+        return pins.patched(workspace)
+    chosen = [pins.get(workspace, name) for name in names]
+    for pin in chosen:
+        if pin.trees is None:
+            raise Refused(
+                "SB0102",
+                seen=f"{pin.name} is a dependency without a series",
+                required=", ".join(p.name for p in pins.patched(workspace)),
+                hint="samebits patch apply",
+            )
+    return chosen
+
+
+@app.command()
+def apply(
+    context: typer.Context,
+    upstreams: Upstreams = None,
+    model: Models = None,
+    source: Annotated[
+        Optional[Path], typer.Option("--from", help="Local sdist (one upstream only).")
+    ] = None,
+    checkout: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="Git checkout at the pinned tag, instead of the sdist (one upstream only)."
+        ),
+    ] = None,
+    edit: Annotated[
+        bool, typer.Option("--edit", help="Make build/edit/UPSTREAM with every patch as a commit.")
+    ] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Build anew; an edited tree is moved aside first.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Fetch the pinned sources and build the patched trees; prints their paths."""
+    workspace = _workspace(context)
+    chosen = _selected(workspace, upstreams)
+    if (source or checkout) and len(chosen) != 1:
+        raise Refused(
+            "SB0102",
+            seen=f"{len(chosen)} upstreams for one local source",
+            required="one upstream",
+            hint=f"samebits patch apply {chosen[0].name} --from FILE",
+        )
+    rows = []
+    for pin in chosen:
+        if edit:
+            folder = trees.build_edit(workspace, pin, given=source, clean=clean)
+            rows.append({"upstream": pin.name, "model": None, "path": workspace.show(folder)})
+            continue
+        for name in model or Series(workspace, pin.name).models:
+            folder = trees.build(workspace, pin, name, given=source, checkout=checkout, clean=clean)
+            rows.append({"upstream": pin.name, "model": name, "path": workspace.show(folder)})
+    _print(rows, as_json, lambda row: f"{row['upstream']} {row['model'] or '-'} {row['path']}")
+
+
+@app.command()
+def export(
+    context: typer.Context,
+    upstream: Annotated[str, typer.Argument(help="Upstream name.")],
+    source: Annotated[
+        Optional[Path], typer.Option("--from", help="Tree to read; build/edit/UPSTREAM by default.")
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the patch files and `order`.")
+    ] = False,
+    model: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--model", help="With --write: series that take up added patches; repeatable."
+        ),
+    ] = None,
+    drop: Annotated[
+        Optional[list[str]], typer.Option(help="With --write: patch to remove; repeatable.")
+    ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Write each model's tree id into patches/pins.yaml.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn the commits of a tree into patch files; without --write, only say what differs."""
+    workspace = _workspace(context)
+    (pin,) = _selected(workspace, [upstream])
+    rows: list[dict] = []
+    if write or source or not record:
+        tree = (source or trees.edit_folder(workspace, upstream)).resolve()
+        done = exporting.export(workspace, pin, tree, write=write, models=model, drop=drop)
+        for kind in ("same", "changed", "added", "dropped"):
+            rows += [{"patch": name, "state": kind} for name in getattr(done, kind)]
+    if record:
+        made = exporting.record(workspace, pin)
+        rows += [{"model": name, "tree": tree} for name, tree in made.items()]
+    _print(rows, as_json, lambda row: " ".join(row.values()))
+
+
+def _print(rows: list[dict], as_json: bool, line) -> None:
+    typer.echo(json.dumps(rows, indent=2) if as_json else "\n".join(map(line, rows)))

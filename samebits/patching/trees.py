@@ -1,0 +1,417 @@
+"""Patched trees: `build/<upstream>/<tree-id>/`, each a git repository of its own.
+
+The first commit is the unmodified upstream snapshot, then follows one commit per patch. Identity
+and committer dates are fixed, so that the same input gives the same commits. A tree is built in a
+temporary folder and renamed when it is whole; an existing tree is verified, never written over.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from samebits.errors import Different, Refused
+from samebits.patching import fetch, git, pins
+from samebits.patching.header import Patch
+from samebits.patching.pins import Pin
+from samebits.patching.series import Series
+from samebits.patching.workspace import Workspace
+
+EXPORTED = "samebits-exported"  # tag in an edit tree: the commits that patch files hold
+AM = ("am", "--quiet", "--keep-non-patch", "--committer-date-is-author-date", "--whitespace=nowarn")
+
+
+# --- building -------------------------------------------------------------------------------
+
+
+def unpack(sdist: Path, folder: Path) -> None:
+    """Unpack the single top folder of an sdist into `folder`, which must not exist."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as scratch:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(scratch, filter="data")
+        tops = list(Path(scratch).iterdir())
+        if len(tops) != 1 or not tops[0].is_dir():
+            raise Refused(
+                "SB0105",
+                seen=f"{sdist.name} holds {len(tops)} top entries",
+                required="one top folder",
+                hint=f"tar tzf {sdist}",
+            )
+        tops[0].rename(folder)
+
+
+def snapshot_message(pin: Pin) -> str:
+    return (
+        f"{pin.distribution} {pin.version}, unmodified\n\n"
+        f"Sdist: {pin.sdist}\nSha256: {pin.sha256}\n"
+        f"Repository: {pin.repository}\nTag: {pin.tag}\nCommit: {pin.commit or 'not known'}\n"
+    )
+
+
+def snapshot(workspace: Workspace, pin: Pin, folder: Path, given: Path | None = None) -> None:
+    """Make `folder` a repository whose only commit is the pinned sdist; refuses another tree id."""
+    sdist = fetch.sdist(workspace, pin, given)
+    unpack(sdist, folder)
+    git.init(folder)
+    tree = git.commit_all(folder, snapshot_message(pin))
+    if tree != pin.tree:
+        raise Refused(
+            "SB0101",
+            seen=f"{pin.sdist} unpacks to tree {tree}",
+            required=f"tree {pin.tree}",
+            hint="git diff patches/pins.yaml",
+        )
+
+
+def snapshot_checkout(
+    workspace: Workspace, pin: Pin, patches: list[Patch], checkout: Path, folder: Path
+) -> str:
+    """As `snapshot`, from a git checkout; returns its commit.
+
+    Accepted when every blob that the series starts from is the pinned one. The commit's own tree
+    is taken, so that loose edits of the checkout cannot enter.
+    """
+    wrong = []
+    try:
+        commit = git.text(checkout, "rev-parse", "HEAD^{commit}")
+    except git.GitFailed as error:
+        raise Refused(
+            "SB0119",
+            seen=f"{checkout}: {error.message}",
+            required="a git checkout",
+            hint=f"git clone --branch {pin.tag} {pin.repository}",
+        ) from None
+    for path, blob in first_blobs(patches).items():
+        found = git.blob(checkout, commit, path)
+        if found != blob:
+            wrong.append(f"{path} is {found or 'absent'}, not {blob or 'absent'}")
+    if wrong:
+        raise Refused(
+            "SB0119",
+            seen=f"commit {commit[:12]}: " + "; ".join(wrong),
+            required=f"the sources of {pin.tag}",
+            hint=f"git -C {checkout} checkout {pin.tag}",
+        )
+    folder.mkdir()
+    git.init(folder)
+    archive = folder / ".git" / "checkout.tar"
+    git.run(checkout, "archive", "--format=tar", f"--output={archive.resolve()}", commit)
+    with tarfile.open(archive) as stream:
+        stream.extractall(folder, filter="data")
+    archive.unlink()
+    git.commit_all(folder, f"{pin.distribution}, commit {commit}, unmodified\n")
+    return commit
+
+
+def first_blobs(patches: Iterable[Patch]) -> dict[str, str | None]:
+    """Path -> blob id before the first patch that touches it."""
+    found: dict[str, str | None] = {}
+    for patch in patches:
+        for blob in patch.blobs:
+            found.setdefault(blob.path, blob.before)
+    return found
+
+
+def blob_problem(folder: Path, patch: Patch, *, after: bool) -> str | None:
+    """The first file of `patch` whose blob at HEAD is not the one that the patch names."""
+    for blob in patch.blobs:
+        expected = blob.after if after else blob.before
+        found = git.blob(folder, "HEAD", blob.path)
+        if found != expected:
+            return f"{blob.path} is {found or 'absent'}, the patch names {expected or 'absent'}"
+    return None
+
+
+def apply_patch(folder: Path, upstream: str, patch: Patch) -> None:
+    """Commit one patch on HEAD; refuses when it starts from, or gives, other blobs than it names."""
+    hint = f"samebits patch check {upstream}"
+    if problem := blob_problem(folder, patch, after=False):
+        raise Refused(
+            "SB0111",
+            seen=f"{patch.name}: {problem}",
+            required="the blob at this place of the series",
+            hint=hint,
+        )
+    try:
+        git.run(folder, *AM, stdin=patch.content.encode())
+    except git.GitFailed as error:
+        git.run(folder, "am", "--abort")
+        raise Refused(
+            "SB0112",
+            seen=f"{patch.name}: {error.message.splitlines()[0]}",
+            required="a patch as `samebits patch export` wrote it",
+            hint=hint,
+        ) from None
+    if problem := blob_problem(folder, patch, after=True):
+        raise Refused(
+            "SB0112",
+            seen=f"{patch.name}: {problem}",
+            required="a patch as `samebits patch export` wrote it",
+            hint=hint,
+        )
+
+
+def head_tree(folder: Path, commit: str = "HEAD") -> str:
+    return git.text(folder, "rev-parse", f"{commit}^{{tree}}")
+
+
+def root_commit(folder: Path) -> str:
+    return git.text(folder, "rev-list", "--max-parents=0", "HEAD").splitlines()[-1]
+
+
+@contextmanager
+def scratch(workspace: Workspace, upstream: str) -> Iterator[Path]:
+    """A folder on the same disk as the trees, removed at the end."""
+    parent = workspace.build / upstream
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".building-") as folder:
+        yield Path(folder)
+
+
+def build(
+    workspace: Workspace,
+    pin: Pin,
+    model: str,
+    *,
+    given: Path | None = None,
+    checkout: Path | None = None,
+    clean: bool = False,
+) -> Path:
+    """Build (or verify) the tree of `model`; returns `build/<upstream>/<tree-id>`.
+
+    Errors: Refused where series, patches or input are wrong or an existing tree was edited;
+    Different where the result is not the recorded tree id.
+    """
+    series = Series(workspace, pin.name)
+    patches = series.patches(model)
+    recorded = (pin.trees or {}).get(model)
+    with workspace.lock(pin.name), fetch.disk_space(workspace):
+        if recorded and checkout is None:
+            target = tree_folder(workspace, pin.name, recorded)
+            if target.exists() and _current(workspace, pin.name, recorded, model, patches):
+                if not clean:
+                    verify(workspace, pin.name, model, target)
+                    return target
+                _move_aside_if_edited(workspace, target)
+        with scratch(workspace, pin.name) as folder:
+            work = folder / "tree"
+            source: dict = {"source": "sdist", "sha256": pin.sha256}
+            if checkout is not None:
+                commit = snapshot_checkout(workspace, pin, patches, checkout, work)
+                source = {"source": "checkout", "commit": commit}
+            else:
+                snapshot(workspace, pin, work, given)
+            before = head_tree(work)
+            for patch in patches:
+                apply_patch(work, pin.name, patch)
+            tree = head_tree(work)
+            if recorded and checkout is None and tree != recorded:
+                raise Different(
+                    "SB0113",
+                    seen=f"{pin.name} for {model} gives tree {tree}",
+                    required=f"tree {recorded} (patches/pins.yaml)",
+                    hint=f"samebits patch export {pin.name} --record",
+                )
+            target = tree_folder(workspace, pin.name, tree)
+            if target.exists():
+                if clean:
+                    _move_aside_if_edited(workspace, target)
+                else:
+                    verify(workspace, pin.name, model, target)
+            if not target.exists():
+                work.rename(target)
+            _write_record(
+                workspace,
+                pin.name,
+                tree,
+                {
+                    **source,
+                    "upstream": pin.name,
+                    "version": pin.version,
+                    "tree_before": before,
+                    "tree": tree,
+                    "patches": [p.name for p in patches],
+                },
+                model,
+            )
+            return target
+
+
+def _current(
+    workspace: Workspace, upstream: str, tree: str, model: str, patches: list[Patch]
+) -> bool:
+    """Whether the record of a built tree names this model and the patch files as they are now."""
+    record = read_record(workspace, upstream, tree)
+    return record is not None and record["models"].get(model) == series_digest(patches)
+
+
+def series_digest(patches: list[Patch]) -> str:
+    """sha256 over names and contents of a series."""
+    import hashlib
+
+    state = hashlib.sha256()
+    for patch in patches:
+        for piece in (patch.name, patch.content):
+            state.update(f"{len(piece)}:{piece}".encode())
+    return state.hexdigest()
+
+
+# --- existing trees -------------------------------------------------------------------------
+
+
+def tree_folder(workspace: Workspace, upstream: str, tree: str) -> Path:
+    return workspace.build / upstream / tree
+
+
+def _record_path(workspace: Workspace, upstream: str, tree: str) -> Path:
+    return workspace.build / upstream / f"{tree}.json"
+
+
+def read_record(workspace: Workspace, upstream: str, tree: str) -> dict | None:
+    """What a tree was built from, or None where it was not built here."""
+    path = _record_path(workspace, upstream, tree)
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _write_record(workspace: Workspace, upstream: str, tree: str, record: dict, model: str) -> None:
+    series = Series(workspace, upstream)
+    old = read_record(workspace, upstream, tree) or {}
+    models = {**old.get("models", {}), model: series_digest(series.patches(model))}
+    path = _record_path(workspace, upstream, tree)
+    temporary = path.with_suffix(".json.new")
+    temporary.write_text(json.dumps({**record, "models": models}, indent=2, sort_keys=True) + "\n")
+    temporary.replace(path)
+
+
+def verify(workspace: Workspace, upstream: str, model: str, folder: Path) -> None:
+    """Refuse a tree that is not, file by file, the commit that its folder is named after."""
+    hint = f"samebits patch apply {upstream} --model {model} --clean"
+    required = f"tree {folder.name}"
+    try:
+        tree = head_tree(folder)
+        edits = git.edits(folder)
+    except git.GitFailed as error:
+        raise Refused(
+            "SB0114",
+            seen=f"{workspace.show(folder)}: {error.message}",
+            required=required,
+            hint=hint,
+        ) from None
+    if tree != folder.name:
+        raise Refused(
+            "SB0114",
+            seen=f"{workspace.show(folder)} is at tree {tree}",
+            required=required,
+            hint=hint,
+        )
+    if edits:
+        shown = ", ".join(edits[:5]) + (f" and {len(edits) - 5} more" if len(edits) > 5 else "")
+        raise Refused(
+            "SB0114", seen=f"{workspace.show(folder)}: {shown} edited", required=required, hint=hint
+        )
+
+
+def move_aside(folder: Path) -> Path:
+    """Rename a folder to the first free `<name>.edited-N`."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.edited-{number}")).exists():
+        number += 1
+    folder.rename(target)
+    return target
+
+
+def _move_aside_if_edited(workspace: Workspace, folder: Path) -> None:
+    import sys
+
+    try:
+        verify(workspace, folder.parent.name, "-", folder)
+    except Refused:
+        print(f"moved the edited tree to {workspace.show(move_aside(folder))}", file=sys.stderr)
+    else:
+        shutil.rmtree(folder)
+
+
+def tree_path(upstream: str, model: str, workspace: Workspace | None = None) -> Path:
+    """The verified tree of `model` for `upstream`; Refused with the command that builds it.
+
+    The recorded tree is preferred; a tree built from a git checkout serves where that one is not
+    there and the series is the same. `tree_record` says which it is.
+    """
+    workspace = workspace or Workspace.find()
+    pin = pins.get(workspace, upstream)
+    patches = Series(workspace, upstream).patches(model)
+    hint = f"samebits patch apply {upstream} --model {model}"
+    recorded = (pin.trees or {}).get(model)
+    if recorded is None:
+        raise Refused(
+            "SB0115",
+            seen=f"patches/pins.yaml records no tree of {upstream} for {model}",
+            required="a recorded tree id",
+            hint=f"samebits patch export {upstream} --record",
+        )
+    digest = series_digest(patches)
+    for record in sorted((workspace.build / upstream).glob("*.json")):
+        content = json.loads(record.read_text())
+        fits = content["models"].get(model) == digest
+        if fits and (record.stem == recorded or content["source"] == "checkout"):
+            folder = tree_folder(workspace, upstream, record.stem)
+            if folder.is_dir():
+                verify(workspace, upstream, model, folder)
+                return folder
+    raise Refused(
+        "SB0115",
+        seen=f"no build/{upstream}/{recorded} of the present series",
+        required=f"the patched tree of {upstream} for {model}",
+        hint=hint,
+    )
+
+
+def tree_record(upstream: str, model: str, workspace: Workspace | None = None) -> dict:
+    """What the tree of `tree_path` was built from: source, hashes, tree ids, patches."""
+    workspace = workspace or Workspace.find()
+    record = read_record(workspace, upstream, tree_path(upstream, model, workspace).name)
+    assert record is not None  # tree_path found it through its record
+    return record
+
+
+def python_paths(model: str, workspace: Workspace | None = None) -> list[Path]:
+    """Folders for PYTHONPATH: the tree of every patched upstream for `model`."""
+    workspace = workspace or Workspace.find()
+    return [tree_path(pin.name, model, workspace) for pin in pins.patched(workspace)]
+
+
+# --- trees to write in ----------------------------------------------------------------------
+
+
+def edit_folder(workspace: Workspace, upstream: str) -> Path:
+    return workspace.build / "edit" / upstream
+
+
+def build_edit(
+    workspace: Workspace, pin: Pin, *, given: Path | None = None, clean: bool = False
+) -> Path:
+    """A writable tree at `build/edit/<upstream>` with every patch of `order` as a commit.
+
+    An existing one is returned as it is: it may hold work. `clean` moves it aside first.
+    """
+    folder = edit_folder(workspace, pin.name)
+    patches = Series(workspace, pin.name).patches()
+    with workspace.lock(f"edit-{pin.name}"), fetch.disk_space(workspace):
+        if folder.exists():
+            if not clean:
+                return folder
+            move_aside(folder)
+        with scratch(workspace, pin.name) as parent:
+            work = parent / "tree"
+            snapshot(workspace, pin, work, given)
+            for patch in patches:
+                apply_patch(work, pin.name, patch)
+            git.run(work, "tag", "-f", EXPORTED)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            work.rename(folder)
+    return folder

@@ -1,0 +1,72 @@
+"""Where things lie: `patches/` is read (and written by export), `build/` holds all that is generated."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from samebits.errors import Refused
+
+LOCK_WAIT_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The root folder of a checkout of this project."""
+
+    root: Path
+
+    @classmethod
+    def find(cls) -> Workspace:
+        """The checkout that this package was imported from, else one around the current folder."""
+        here = Path.cwd()
+        for folder in (Path(__file__).resolve().parents[2], here, *here.parents):
+            if (folder / "patches" / "pins.yaml").is_file():
+                return cls(folder)
+        raise Refused(
+            "SB0101",
+            seen=f"no patches/pins.yaml beside the package or above {here}",
+            required="a checkout of the project",
+            hint="samebits patch --root CHECKOUT check",
+        )
+
+    @property
+    def patches(self) -> Path:
+        return self.root / "patches"
+
+    @property
+    def build(self) -> Path:
+        return self.root / "build"
+
+    def show(self, path: Path) -> str:
+        """`path` as a user types it: relative to the root where possible."""
+        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
+
+    @contextlib.contextmanager
+    def lock(self, name: str, wait_seconds: float = LOCK_WAIT_SECONDS) -> Iterator[None]:
+        """Hold the lock `name` of this folder; says so when another run holds it."""
+        folder = self.build / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f"{name}.lock")
+        try:
+            try:
+                lock.acquire(timeout=0.1)
+            except Timeout:
+                print(f"waiting for another run that works on {name}", file=sys.stderr)
+                lock.acquire(timeout=wait_seconds)
+        except Timeout:
+            raise Refused(
+                "SB0108",
+                seen=f"{self.show(folder / f'{name}.lock')} is held for {wait_seconds:g} s",
+                required="one run at a time",
+                hint=f"fuser {self.show(folder / f'{name}.lock')}",
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
