@@ -71,7 +71,7 @@ class Recipe:
 
     @property
     def evidence_path(self) -> Path:
-        return self.folder / "evidence.json"
+        return self.folder / "evidence" / "evidence.json"
 
     @property
     def architecture(self) -> str:

@@ -19,8 +19,8 @@ from samebits.plan import ReductionPlan
 if TYPE_CHECKING:
     from samebits.ops.registry import Implementation
 
-# A constant that an implementation registers with this value is filled in from the recipe.
-FROM_CONTRACT = "contract"
+# A constant that an implementation registers with one of these is filled in from the recipe.
+FROM_CONTRACT = ("contract", "plan")
 
 
 def _check_expressible(recipe: recipes.Recipe) -> None:
@@ -55,7 +55,7 @@ def _constants(recipe: recipes.Recipe, implementation: Implementation) -> dict[s
     }
     constants: dict[str, Any] = dict(implementation.constants)
     for name, value in decisions.get(implementation.region, {}).items():
-        if constants.get(name, FROM_CONTRACT) not in (FROM_CONTRACT, value):
+        if name in constants and constants[name] not in (*FROM_CONTRACT, value):
             raise Refused(
                 "SB0319",
                 seen=f"{implementation.id} fixes {name}={constants[name]}",

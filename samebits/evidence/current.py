@@ -1,0 +1,73 @@
+"""What evidence depends on, as it is now: tree ids, source hashes, recipe. Reads files only."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samebits.contract.sources import source_hash
+
+if TYPE_CHECKING:
+    from samebits.contract import Contract
+    from samebits.recipe import Recipe
+
+HOOKS = ("vllm", "megatron", "verl")
+
+
+def trees(recipe: Recipe) -> dict[str, str | None]:
+    """Upstream -> tree id after the case's series in `patches/pins.yaml`, None if not recorded."""
+    from samebits.patching import pins
+    from samebits.patching.workspace import Workspace
+
+    known = pins.load(Workspace.find())
+    found: dict[str, str | None] = {}
+    for upstream, series in recipe.series.items():
+        pin = known.get(upstream)
+        found[upstream] = (pin.trees or {}).get(series) if pin else None
+    return found
+
+
+def hook_modules(engine: str) -> list[str]:
+    """All modules of `samebits.hooks.<engine>`, also those added since the evidence was written."""
+    spec = importlib.util.find_spec("samebits")
+    assert spec is not None and spec.origin is not None
+    root = Path(spec.origin).parent
+    names = []
+    for file in (root / "hooks" / engine).rglob("*.py"):
+        parts = file.relative_to(root.parent).with_suffix("").parts
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return sorted(names)
+
+
+def _source(name: str, modules: list[str]) -> dict[str, Any]:
+    return {"name": name, "modules": modules, "content_hash": source_hash(modules)}
+
+
+def hook_sources() -> list[dict[str, Any]]:
+    return [_source(f"hooks/{engine}", hook_modules(engine)) for engine in HOOKS]
+
+
+def sources(contract: Contract) -> list[dict[str, Any]]:
+    """Bound implementations and hooks with their content hashes."""
+    bound = [
+        _source(f"implementation/{entry['implementation']}", list(entry["modules"]))
+        for entry in contract.data["composition"]
+    ]
+    return bound + hook_sources()
+
+
+def changed_sources(recorded: list[dict[str, Any]]) -> list[str]:
+    """Names of recorded sources whose files, or whose set of files, are no longer the same."""
+    from samebits.errors import Refused
+
+    now = {source["name"]: source["content_hash"] for source in hook_sources()}
+    changed = []
+    for source in recorded:
+        try:
+            content = now.get(source["name"]) or source_hash(source["modules"])
+        except Refused:  # a module that is gone
+            content = "missing"
+        if content != source["content_hash"]:
+            changed.append(source["name"])
+    return changed
