@@ -1,0 +1,72 @@
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from samebits import bits
+from samebits.errors import Refused
+from samebits.weights import counter
+from samebits.weights.counter import Scale, draw, scale_of
+
+SCALE = Scale.deviation(0.05)
+
+
+def slow_element(seed, name, index, scale):
+    """The definition, one element at a time, in Python integers; exact value before rounding."""
+    mask = (1 << 64) - 1
+    key = int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:8], "little")
+    z = (key + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    z ^= z >> 31
+    fields = sum((z >> shift) & 0xFFFF for shift in (0, 16, 32, 48))
+    return (scale.offset + (fields - 131070) * scale.multiplier) / 2**scale.exponent
+
+
+@pytest.mark.parametrize("scale", [SCALE, counter._NORM])
+def test_follows_its_definition(scale):
+    got = draw(7, "a.weight", (5, 3), scale).flatten()
+    want = [slow_element(7, "a.weight", i, scale) for i in range(15)]
+    assert all(np.float32(v) == v for v in want)  # exact in fp32, so rounded only once
+    assert bits.equal(got, torch.tensor(want, dtype=torch.float32).bfloat16())
+
+
+def test_a_shard_is_a_part_of_the_whole():
+    whole = draw(1, "w", (40, 24), SCALE)
+    assert bits.equal(draw(1, "w", (40, 24), SCALE, [slice(8, 20)]), whole[8:20])
+    assert bits.equal(draw(1, "w", (40, 24), SCALE, [slice(None), slice(6, 12)]), whole[:, 6:12])
+    assert bits.equal(draw(1, "w", (40, 24), SCALE, [[3, 30, 2]]), whole[[3, 30, 2]])
+
+
+def test_block_length_does_not_move_bits(monkeypatch):
+    whole = draw(1, "w", (40, 24), SCALE)
+    monkeypatch.setattr(counter, "_BLOCK", 7)
+    assert bits.equal(draw(1, "w", (40, 24), SCALE), whole)
+
+
+def test_seed_and_name_both_count():
+    drawn = [draw(s, n, (64,), SCALE) for s, n in ((1, "a"), (2, "a"), (1, "b"))]
+    for i in range(3):
+        for j in range(i):
+            assert bits.compare(drawn[i], drawn[j]).mismatches > 50
+
+
+@pytest.mark.parametrize("target", [3e-4, 0.05, 0.19, 1.0, 6.0])
+def test_deviation_is_met(target):
+    scale = Scale.deviation(target)
+    assert 16 <= scale.multiplier <= 32
+    assert draw(3, "w", (200, 200), scale).double().std().item() == pytest.approx(target, rel=0.04)
+
+
+def test_norm_weights_spread_around_one():
+    weight = draw(3, "model.norm.weight", (4096,), counter._NORM).float()
+    assert weight.min() > 0
+    assert weight.mean().item() == pytest.approx(1, abs=0.03)
+    assert weight.std().item() == pytest.approx(0.29, abs=0.02)
+
+
+def test_a_tensor_without_a_rule_is_refused():
+    for name, shape in (("model.layers.0.linear_attn.A_log", (4,)), ("x.q_proj.weight", (2, 2, 2))):
+        with pytest.raises(Refused, match="SB0703"):
+            scale_of(name, shape, tied=False, entropy_nats=2.5)
