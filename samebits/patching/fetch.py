@@ -170,13 +170,17 @@ def pip_settings() -> PipSettings:
 
 
 def find(distribution: str, version: str, filename: str | None = None) -> Found:
-    """Look up the sdist of one release; refuses where the index does not offer it."""
+    """Look up one file of a release: the sdist, or `filename`, which may name a wheel.
+
+    Refuses where the index does not offer it.
+    """
     import httpx2
     from unearth import PackageFinder
     from unearth.auth import MultiDomainBasicAuth
     from unearth.fetchers import PyPIClient
 
     settings = pip_settings()
+    wheel = filename is not None and filename.endswith(".whl")
     finder = PackageFinder(no_binary=[":all:"], ignore_compatibility=True)
     default = [source["url"] for source in finder.sources]  # the library's own default index
     indexes = (
@@ -202,16 +206,17 @@ def find(distribution: str, version: str, filename: str | None = None) -> Found:
         index_urls=indexes,
         find_links=[link for link in settings.find_links if "://" in link or Path(link).exists()],
         trusted_hosts=settings.trusted_hosts,
-        no_binary=[":all:"],
+        no_binary=[] if wheel else [":all:"],
+        only_binary=[":all:"] if wheel else [],
         ignore_compatibility=True,
     )
     if not indexes and not settings.find_links:
         finder.sources.clear()
-    problem = "no sdist of that release in any configured index"
+    problem = "no such file of that release in any configured index"
     try:
         for package in finder.find_matches(f"{distribution}=={version}", allow_yanked=True):
             link = package.link
-            if link.is_wheel or (filename and link.filename != filename):
+            if link.is_wheel != wheel or (filename and link.filename != filename):
                 continue
             hashes = link.hashes or {}
             known = hashes.get("sha256")
@@ -226,7 +231,7 @@ def find(distribution: str, version: str, filename: str | None = None) -> Found:
     raise Refused(
         "SB0104",
         seen=f"{distribution} {version}: {problem}",
-        required=f"the sdist {filename or 'of that release'}",
+        required=filename or "the sdist of that release",
         hint="pip config list",
     )
 
