@@ -11,9 +11,9 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
-from samebits.ops.scalar import LANES
+from samebits.ops.scalar import LANES, narrow
 
 _F32 = ir.FloatType()
 _I64 = ir.IntType(64)
@@ -195,3 +195,22 @@ def axpy_tile(rows: int, vectors: int):
         return signature, codegen
 
     return tile
+
+
+def store(out, at, value):
+    """out[at] = an fp32 value: as it is, or rounded to bf16 bits where `out` holds uint16."""
+    raise NotImplementedError("only inside kernels")
+
+
+@overload(store, inline="always")
+def _store(out, at, value):
+    if out.dtype == types.uint16:
+
+        def put(out, at, value):
+            out[at] = narrow(value)
+    else:
+
+        def put(out, at, value):
+            out[at] = value
+
+    return put

@@ -11,11 +11,12 @@ import torch
 
 from samebits.ops import jit
 from samebits.ops.jit import fma, kernel
-from samebits.ops.scalar import LANES, exp32, narrow, widen
-from samebits.ops.vector import axpy_tile, dot_tile
+from samebits.ops.scalar import LANES, exp32, widen
+from samebits.ops.vector import axpy_tile, dot_tile, store
 
 PARTITION = 256  # keys per leaf, by absolute position
-ROWS = 48  # query rows (tokens x heads of one key head) that share one pass over the keys
+ROWS = 48  # most query rows (tokens x heads of one key head) that share one pass over the keys
+STEP_ROWS = ROWS  # rows dealt per task
 
 _dot_1x1 = dot_tile(1, 1)
 _dot_1x3 = dot_tile(1, 3)
@@ -160,7 +161,7 @@ def _attend(
         for i in range(rows):
             token, h = begin + token0 + i // group, head * group + i % group
             for d in range(size):
-                out[(token * heads + h) * size + d] = narrow(acc[i * size + d] / sums[i])
+                store(out, (token * heads + h) * size + d, acc[i * size + d] / sums[i])
 
 
 def _span(x: torch.Tensor) -> np.ndarray:
@@ -171,7 +172,7 @@ def _span(x: torch.Tensor) -> np.ndarray:
 
 def _tasks(starts: np.ndarray, lengths: np.ndarray, key_heads: int, group: int) -> np.ndarray:
     """(request, key head, first query token, tokens), dealt so that equal spans cost the same."""
-    step = max(1, ROWS // group)
+    step = max(1, STEP_ROWS // group)
     rows = []
     for request in range(len(lengths)):
         count = int(starts[request + 1] - starts[request])
@@ -201,7 +202,7 @@ def attend(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Causal attention of q [T, H, D] into out [T, H, D], keys found through base offsets.
+    """Causal attention of q [T, H, D] into out [T, H, D], bf16 (or fp32, unrounded), keys found through base offsets.
 
     Key `position` of a request lies at base[request, position // block] + position % block * row
     + head * head stride, counted in elements from the first element of k (of v).

@@ -23,14 +23,19 @@ from samebits.ops.scalar import LANES, reference_exp32, reference_narrow
 from samebits.plan import ReductionPlan
 
 
-def token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """One query token q [H, D] over all of its keys k, v [t + 1, G, D], bf16 -> [H, D] bf16."""
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """One query token q [H, D] over all of its keys k, v [t + 1, G, D], bf16 -> [H, D] fp32."""
     group = q.shape[0] // k.shape[1]
     heads = [
         _head(q[h].float(), k[:, h // group].float(), v[:, h // group].float(), scale)
         for h in range(q.shape[0])
     ]
-    return reference_narrow(torch.stack(heads))
+    return torch.stack(heads)
+
+
+def token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """`exact`, rounded to bf16."""
+    return reference_narrow(exact(q, k, v, scale))
 
 
 def _head(q, k, v, scale):

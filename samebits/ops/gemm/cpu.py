@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import types
-from numba.extending import overload
 
 from samebits.ops import jit
 from samebits.ops.jit import kernel
-from samebits.ops.scalar import LANES, narrow, widen
-from samebits.ops.vector import dot_tile
+from samebits.ops.scalar import LANES, widen
+from samebits.ops.vector import dot_tile, store
 
 COLS = 3  # outputs of a full tile along N
 ROW_BLOCK = 64  # rows of x handled per visit of a weight block
@@ -53,28 +51,11 @@ def _tiles(x, x_at, x_stride, rows, w, w_at, w_stride, cols, steps, out, out_at,
         i += 2 if pair else 1
 
 
-def _put(out, i, j, value):
-    """Store one result: rounded once to bf16, or as the fp32 accumulator it is."""
-    raise NotImplementedError("replaced by `_compiled_put` inside kernels")
-
-
-@overload(_put, inline="always")
-def _compiled_put(out, i, j, value):
-    if out.dtype == types.uint16:
-
-        def put(out, i, j, value):
-            out[i, j] = narrow(value)
-    else:
-
-        def put(out, i, j, value):
-            out[i, j] = value
-
-    return put
-
-
 @kernel
-def _columns(x, x_stride, rows, w, w_stride, leaves, leaf, padded, direct, block, out, n0, n1):
-    """Columns [n0, n1) of the folded sum of `leaves` leaves; out is [rows, N], bf16 bits or fp32.
+def _columns(
+    x, x_stride, rows, w, w_stride, leaves, leaf, padded, direct, block, out, out_stride, n0, n1
+):
+    """Columns [n0, n1) of the folded sum of `leaves` leaves; out is flat, bf16 bits or fp32.
 
     x is flat fp32, leaf by leaf padded with +0 to `padded` terms; w is flat bf16 bits.
     """
@@ -117,13 +98,13 @@ def _columns(x, x_stride, rows, w, w_stride, leaves, leaf, padded, direct, block
                         sums[g * part + i] = sums[2 * g * part + i] + sums[(2 * g + 1) * part + i]
             for i in range(tall):
                 for j in range(cols):
-                    _put(out, mb + i, nb + j, sums[i * block + j])
+                    store(out, (mb + i) * out_stride + nb + j, sums[i * block + j])
 
 
 @kernel
 def _round(x, out, start, stop):
     for i in range(start, stop):
-        out[i] = narrow(x[i])
+        store(out, i, x[i])
 
 
 def matmul(x: torch.Tensor, w: torch.Tensor, leaves: int, dtype: torch.dtype) -> torch.Tensor:
@@ -140,12 +121,12 @@ def matmul(x: torch.Tensor, w: torch.Tensor, leaves: int, dtype: torch.dtype) ->
     wide = wide.contiguous()
     direct = rows <= DIRECT_ROWS and padded == leaf
     block = max(COLS, min(96, SCRATCH_FLOATS // (leaves * padded)) // COLS * COLS)
-    xs, ws, outs = wide.view(-1).numpy(), jit.as_numpy(w).reshape(-1), jit.as_numpy(out)
+    xs, ws, outs = wide.view(-1).numpy(), jit.as_numpy(w).reshape(-1), jit.as_numpy(out).reshape(-1)
 
     def body(start: int, stop: int) -> None:
         _columns(
             xs, leaves * padded, rows, ws, length,
-            leaves, leaf, padded, direct, block, outs, start, stop,
+            leaves, leaf, padded, direct, block, outs, width, start, stop,
         )  # fmt: skip
 
     jit.parallel_for(body, width, grain=block)
