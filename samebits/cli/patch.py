@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from samebits.errors import Refused
+from samebits.patching import branches as branching
+from samebits.patching import check as checking
 from samebits.patching import export as exporting
 from samebits.patching import pins, trees
 from samebits.patching.series import Series
@@ -16,15 +19,15 @@ from samebits.patching.workspace import Workspace
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="""Patched upstream trees. Exit codes: 0 done or equal, 1 different, 2 bad input or refused,
-    4 internal error, 130 interrupted. Data goes to stdout, messages to stderr.""",
+    help="Patched upstream trees. Exit codes: 0 done or equal, 1 different, 2 bad input or "
+    "refused, 3 stale, 4 internal error, 130 interrupted.",
 )
 
 Upstreams = Annotated[
-    Optional[list[str]], typer.Argument(help="Upstream names of patches/pins.yaml; all by default.")
+    list[str] | None, typer.Argument(help="Upstream names of patches/pins.yaml; all by default.")
 ]
 Models = Annotated[
-    Optional[list[str]], typer.Option("--model", help="Model case; repeatable. All by default.")
+    list[str] | None, typer.Option("--model", help="Model case; repeatable. All by default.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -33,7 +36,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def _root(
     context: typer.Context,
     root: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(help="Checkout of the project, where it is not found by itself."),
     ] = None,
 ) -> None:
@@ -66,10 +69,10 @@ def apply(
     upstreams: Upstreams = None,
     model: Models = None,
     source: Annotated[
-        Optional[Path], typer.Option("--from", help="Local sdist (one upstream only).")
+        Path | None, typer.Option("--from", help="Local sdist (one upstream only).")
     ] = None,
     checkout: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             help="Git checkout at the pinned tag, instead of the sdist (one upstream only)."
         ),
@@ -109,19 +112,19 @@ def export(
     context: typer.Context,
     upstream: Annotated[str, typer.Argument(help="Upstream name.")],
     source: Annotated[
-        Optional[Path], typer.Option("--from", help="Tree to read; build/edit/UPSTREAM by default.")
+        Path | None, typer.Option("--from", help="Tree to read; build/edit/UPSTREAM by default.")
     ] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Write the patch files and `order`.")
     ] = False,
     model: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             "--model", help="With --write: series that take up added patches; repeatable."
         ),
     ] = None,
     drop: Annotated[
-        Optional[list[str]], typer.Option(help="With --write: patch to remove; repeatable.")
+        list[str] | None, typer.Option(help="With --write: patch to remove; repeatable.")
     ] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Write each model's tree id into patches/pins.yaml.")
@@ -143,5 +146,58 @@ def export(
     _print(rows, as_json, lambda row: " ".join(row.values()))
 
 
+@app.command()
+def check(
+    context: typer.Context,
+    upstreams: Upstreams = None,
+    as_json: Json = False,
+) -> None:
+    """Check lists, headers, blob ids, re-export and tree ids; prints what is wrong."""
+    workspace = _workspace(context)
+    found = [f for pin in _selected(workspace, upstreams) for f in checking.check(workspace, pin)]
+    _print_findings(found, as_json)
+    checking.raise_for(found, "samebits patch check --json")
+
+
+@app.command()
+def drift(
+    context: typer.Context,
+    upstream: Annotated[str, typer.Argument(help="Upstream name.")],
+    against: Annotated[
+        str, typer.Option(help="The other release: an sdist file, a source folder or a version.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Only the series of this model; the whole order by default."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Which patches still apply to another release of the upstream, and why others do not."""
+    workspace = _workspace(context)
+    (pin,) = _selected(workspace, [upstream])
+    found = checking.drift(workspace, pin, against, model)
+    _print_findings(found, as_json)
+    checking.raise_for_drift(found, f"samebits patch apply {upstream} --edit")
+
+
+@app.command()
+def branches(context: typer.Context, model: Models = None, as_json: Json = False) -> None:
+    """Write build/branches.git: for each upstream and model the snapshot and the changes."""
+    workspace = _workspace(context)
+    rows = []
+    for pin in pins.patched(workspace):
+        for name in model or Series(workspace, pin.name).models:
+            rows.append(asdict(branching.write(workspace, pin, name)))
+    _print(rows, as_json, lambda row: f"{row['name']} {row['snapshot']} {row['changes']}")
+
+
+def _print_findings(found: list[checking.Finding], as_json: bool) -> None:
+    _print([f.as_row() for f in found], as_json, lambda row: "  ".join(filter(None, row.values())))
+
+
 def _print(rows: list[dict], as_json: bool, line) -> None:
-    typer.echo(json.dumps(rows, indent=2) if as_json else "\n".join(map(line, rows)))
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        typer.echo(line(row))

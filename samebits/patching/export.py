@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from samebits.errors import Different, Refused
-from samebits.patching import git, pins, trees
+from samebits.patching import git, index, pins, trees
 from samebits.patching.header import Patch, lint, slug
 from samebits.patching.pins import Pin
 from samebits.patching.series import Series, write_list
@@ -116,7 +116,7 @@ def export(
     models: list[str] | None = None,
     drop: list[str] | None = None,
 ) -> Export:
-    """Compare (or with `write`, make) the files of `patches/<upstream>/` with the commits of `tree`.
+    """Compare the files of `patches/<upstream>/` with the commits of `tree`; `write` makes them so.
 
     `models` are the series that take up added patches. A patch that `order` lists and the tree
     lacks is refused unless `drop` names it.
@@ -149,6 +149,7 @@ def export(
                 result.same.append(patch.name)
         if write:
             _write(series, patches, result, models or [])
+            index.write(workspace)
             if tree == trees.edit_folder(workspace, pin.name):
                 git.run(tree, "tag", "-f", trees.EXPORTED)
         elif result.differs or series.order != names:

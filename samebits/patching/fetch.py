@@ -70,7 +70,7 @@ def check_file(workspace: Workspace, path: Path, pin: Pin, hint: str) -> None:
 
 
 def sdist(workspace: Workspace, pin: Pin, given: Path | None = None) -> Path:
-    """The verified sdist in `build/sdist/`, copied from `given` or downloaded when it is not there."""
+    """The verified sdist in `build/sdist/`; where it is not there, copied from `given` or fetched."""
     target = workspace.build / "sdist" / pin.sdist
     command = f"samebits patch apply {pin.name}"
     with workspace.lock(f"sdist-{pin.name}"), disk_space(workspace):
@@ -134,7 +134,7 @@ class PipSettings:
 
 
 def pip_settings() -> PipSettings:
-    """What `pip` of this interpreter would use: its files, then `[download]`, then PIP_* variables."""
+    """What `pip` of this interpreter uses: `[global]`, then `[download]`, then PIP_* variables."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"],
         capture_output=True,
@@ -198,7 +198,7 @@ def find(distribution: str, version: str, filename: str | None = None) -> Found:
         cert=settings.client_cert,
         timeout=settings.timeout,
         follow_redirects=True,
-        **({"proxy": settings.proxy} if settings.proxy else {}),
+        proxy=settings.proxy,
     )
     client.auth = MultiDomainBasicAuth(index_urls=indexes)
     finder = PackageFinder(

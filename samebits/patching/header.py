@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-AREAS = (
-    "attn moe ssm gemm norm logprob comm weights sched config embed rope act".split()
-)  # closed: a new area is a decision, not a spelling
+# Closed: a new area is a decision, not a spelling.
+AREAS = "act attn comm config embed gemm logprob moe norm rope sched ssm weights".split()  # noqa: SIM905
 SUBJECT_MAX, STEM_MAX, LINE_MAX, TRAILER_MAX, CHANGED_MAX = 72, 48, 80, 160, 60
 PARAGRAPHS = ("Mismatch:", "Change:", "Why a patch:")
 ZERO_FROM = f"From {'0' * 40} Mon Sep 17 00:00:00 2001"

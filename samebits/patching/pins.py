@@ -54,7 +54,9 @@ def _pin(name: str, entry: Any) -> Pin:
             f"{name}: unknown {sorted(keys - known)}, missing {sorted(needed - keys)}",
             f"the fields {sorted(needed)}",
         )
-    plain = {key: None if value == "null" else value for key, value in entry.items()}
+    plain: dict[str, Any] = {
+        key: None if value == "null" else value for key, value in entry.items()
+    }
     if not re.fullmatch(r"[1-9][0-9]*", str(plain["size"])):
         raise _bad(f"{name}.size: {plain['size']}", "a number of bytes")
     plain["size"] = int(plain["size"])
@@ -115,22 +117,18 @@ def record_tree(workspace: Workspace, name: str, model: str, tree: str) -> bool:
     start = next(i for i, line in enumerate(lines) if line.rstrip() == f"{name}:")
     end = next((i for i in range(start + 1, len(lines)) if re.match(r"\S", lines[i])), len(lines))
     head = next(i for i in range(start, end) if re.match(r"  trees:", lines[i]))
-    last = head
-    for i in range(head + 1, end):
-        if not re.match(r"    \S", lines[i]):
-            break
-        last = i
-        found = re.match(r"    ([^\s:#]+):\s*(\S+)(.*)$", lines[i])
+    entries = head + 1
+    while entries < end and re.match(r"    \S", lines[entries]):
+        found = re.match(r"    ([^\s:#]+):\s*(\S+)(.*)$", lines[entries])
         if found and found.group(1) == model:
             if found.group(2) == tree:
                 return False
-            lines[i] = f"    {model}: {tree}{found.group(3)}\n"
+            lines[entries] = f"    {model}: {tree}{found.group(3)}\n"
             break
+        entries += 1
     else:
-        i = None
-    if i is None or not lines[i].startswith(f"    {model}: {tree}"):
         lines[head] = re.sub(r"trees:\s*\{\}", "trees:", lines[head])
-        lines.insert(last + 1, f"    {model}: {tree}\n")
+        lines.insert(entries, f"    {model}: {tree}\n")
     temporary = path.with_suffix(".yaml.new")
     temporary.write_text("".join(lines))
     temporary.replace(path)

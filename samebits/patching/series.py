@@ -66,10 +66,11 @@ class Series:
         return read_list(self.folder / "series" / model)
 
     def patch(self, name: str) -> Patch:
-        return self._patches[name]
+        return self.files[name]
 
     @cached_property
-    def _patches(self) -> dict[str, Patch]:
+    def files(self) -> dict[str, Patch]:
+        """Every patch file of the folder, by name."""
         return {path.name: Patch.read(path) for path in sorted(self.folder.glob("*.patch"))}
 
     def patches(self, model: str | None = None) -> list[Patch]:
@@ -87,7 +88,7 @@ class Series:
     def problems(self) -> list[str]:
         """What does not fit between the files, `order` and each series."""
         where = f"patches/{self.upstream}"
-        files, listed = set(self._patches), set(self.order)
+        files, listed = set(self.files), set(self.order)
         found = [f"{where}/{name} is in no line of order" for name in sorted(files - listed)]
         found += [f"order names {n}, which is no file" for n in self.order if n not in files]
         found += [f"order names {n} twice" for n in sorted(listed) if self.order.count(n) > 1]
@@ -102,7 +103,7 @@ class Series:
         names = self.of(model)
         found = [
             f"series/{model} names {n}, which "
-            + ("order does not list" if n in self._patches else "is no file")
+            + ("order does not list" if n in self.files else "is no file")
             for n in names
             if n not in listed
         ]
@@ -114,13 +115,14 @@ class Series:
             found.append(f"series/{model} is not in the order of order")
         last_touch: dict[str, list[str]] = {}
         for name in self.order:
-            if name not in self._patches:
+            if name not in self.files:
                 continue
             for path in self.patch(name).paths:
                 for earlier in last_touch.setdefault(path, []):
                     if name in names and earlier not in names:
                         found.append(
-                            f"series/{model} lists {name} without {earlier}, which changes {path} first"
+                            f"series/{model} lists {name} without {earlier}, "
+                            f"which changes {path} first"
                         )
                 last_touch[path].append(name)
         return found

@@ -7,12 +7,14 @@ temporary folder and renamed when it is whole; an existing tree is verified, nev
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import shutil
+import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from samebits.errors import Different, Refused
@@ -127,32 +129,40 @@ def blob_problem(folder: Path, patch: Patch, *, after: bool) -> str | None:
     return None
 
 
-def apply_patch(folder: Path, upstream: str, patch: Patch) -> None:
-    """Commit one patch on HEAD; refuses when it starts from, or gives, other blobs than it names."""
-    hint = f"samebits patch check {upstream}"
-    if problem := blob_problem(folder, patch, after=False):
-        raise Refused(
-            "SB0111",
-            seen=f"{patch.name}: {problem}",
-            required="the blob at this place of the series",
-            hint=hint,
-        )
+def am(folder: Path, patch: Patch) -> str | None:
+    """Commit one patch on HEAD; where it does not apply, leave HEAD alone and return why."""
     try:
         git.run(folder, *AM, stdin=patch.content.encode())
     except git.GitFailed as error:
-        git.run(folder, "am", "--abort")
-        raise Refused(
-            "SB0112",
-            seen=f"{patch.name}: {error.message.splitlines()[0]}",
-            required="a patch as `samebits patch export` wrote it",
-            hint=hint,
-        ) from None
+        with contextlib.suppress(git.GitFailed):
+            git.run(folder, "am", "--abort")
+        return error.message.splitlines()[0]
+    return None
+
+
+def try_patch(folder: Path, patch: Patch) -> tuple[str, str] | None:
+    """Commit one patch on HEAD; None, or why not as (drift reason, detail)."""
+    if problem := blob_problem(folder, patch, after=False):
+        return "preimage-changed", problem
+    if problem := am(folder, patch):
+        return "context-changed", problem
     if problem := blob_problem(folder, patch, after=True):
+        return "export-differs", problem
+    return None
+
+
+def apply_patch(folder: Path, upstream: str, patch: Patch) -> None:
+    """Commit one patch on HEAD; refuses where the blobs before or after are not those it names."""
+    if failure := try_patch(folder, patch):
+        reason, detail = failure
+        moved = reason == "preimage-changed"
         raise Refused(
-            "SB0112",
-            seen=f"{patch.name}: {problem}",
-            required="a patch as `samebits patch export` wrote it",
-            hint=hint,
+            "SB0111" if moved else "SB0112",
+            seen=f"{patch.name}: {detail}",
+            required="the blob at this place of the series"
+            if moved
+            else "a patch as `samebits patch export` wrote it",
+            hint=f"samebits patch check {upstream}",
         )
 
 
@@ -164,11 +174,14 @@ def root_commit(folder: Path) -> str:
     return git.text(folder, "rev-list", "--max-parents=0", "HEAD").splitlines()[-1]
 
 
-@contextmanager
+@contextlib.contextmanager
 def scratch(workspace: Workspace, upstream: str) -> Iterator[Path]:
-    """A folder on the same disk as the trees, removed at the end."""
+    """A folder on the same disk as the trees, removed at the end. Callers hold the upstream's lock,
+    so whatever an earlier run left behind is of a run that was killed."""
     parent = workspace.build / upstream
     parent.mkdir(parents=True, exist_ok=True)
+    for left in parent.glob(".building-*"):
+        shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".building-") as folder:
         yield Path(folder)
 
@@ -252,8 +265,6 @@ def _current(
 
 def series_digest(patches: list[Patch]) -> str:
     """sha256 over names and contents of a series."""
-    import hashlib
-
     state = hashlib.sha256()
     for patch in patches:
         for piece in (patch.name, patch.content):
@@ -326,8 +337,6 @@ def move_aside(folder: Path) -> Path:
 
 
 def _move_aside_if_edited(workspace: Workspace, folder: Path) -> None:
-    import sys
-
     try:
         verify(workspace, folder.parent.name, "-", folder)
     except Refused:
@@ -401,7 +410,7 @@ def build_edit(
     """
     folder = edit_folder(workspace, pin.name)
     patches = Series(workspace, pin.name).patches()
-    with workspace.lock(f"edit-{pin.name}"), fetch.disk_space(workspace):
+    with workspace.lock(pin.name), fetch.disk_space(workspace):
         if folder.exists():
             if not clean:
                 return folder

@@ -1,4 +1,4 @@
-"""Where things lie: `patches/` is read (and written by export), `build/` holds all that is generated."""
+"""Where things lie: `patches/` is read and exported to, `build/` holds all that is generated."""
 
 from __future__ import annotations
 

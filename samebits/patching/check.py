@@ -1,0 +1,270 @@
+"""Is a series what it says it is, and would it still apply to another release?
+
+Reasons are a closed list: `REASONS` for patches, `series-invalid` and `index-differs` for the files
+around them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import tarfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from samebits.errors import Different, NotObserved, Refused
+from samebits.patching import export, fetch, git, index, trees
+from samebits.patching.header import Patch, lint
+from samebits.patching.pins import Pin
+from samebits.patching.series import Series
+from samebits.patching.workspace import Workspace
+
+REASONS = (
+    "pin-moved",  # the release is not the pinned one
+    "preimage-changed",  # a file differs from the one the patch was made for, though it may apply
+    "context-changed",  # git refuses the patch
+    "already-upstream",  # the release holds the change
+    "export-differs",  # the commit does not give the file's bytes, or its recorded blobs, back
+    "tree-differs",  # a model's tree is not the recorded one
+    "header-invalid",
+    "proof-stale",  # the test that the patch names is not there
+)
+_BAD_INPUT = {"series-invalid": "SB0110", "header-invalid": "SB0109"}
+_DIFFERENT = {
+    "preimage-changed": "SB0111",
+    "context-changed": "SB0112",
+    "export-differs": "SB0112",
+    "tree-differs": "SB0113",
+    "index-differs": "SB0116",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. `patch` is a file name, a model name for trees, or empty."""
+
+    upstream: str
+    patch: str
+    reason: str
+    detail: str
+
+    def as_row(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def _header_findings(
+    workspace: Workspace, pin: Pin, patch: Patch, tag: str | None
+) -> list[Finding]:
+    found = [Finding(pin.name, patch.name, "header-invalid", line) for line in lint(patch, tag)]
+    for path, test in re.findall(r"(tests/\S+\.py)::(\w+)", patch.trailers.get("Proof", "")):
+        file = workspace.root / path
+        if not file.is_file() or not re.search(
+            rf"^\s*(def|class) {test}\b", file.read_text(), re.M
+        ):
+            found.append(Finding(pin.name, patch.name, "proof-stale", f"no {path}::{test}"))
+    return found
+
+
+@contextlib.contextmanager
+def _scratch(workspace: Workspace, pin: Pin) -> Iterator[Path]:
+    with (
+        workspace.lock(pin.name),
+        fetch.disk_space(workspace),
+        trees.scratch(workspace, pin.name) as parent,
+    ):
+        yield parent / "tree"
+
+
+def check(workspace: Workspace, pin: Pin) -> list[Finding]:
+    """All that is wrong with the series of one upstream; an empty list when nothing is.
+
+    In order: lists against files, headers, the generated index; then, where the lists fit, the
+    series is applied on the pinned snapshot: blob ids before and after each patch, re-export, and
+    one tree id for each model.
+    """
+    series = Series(workspace, pin.name)
+    found = [Finding(pin.name, "", "series-invalid", line) for line in series.problems()]
+    for patch in series.files.values():
+        found += _header_findings(workspace, pin, patch, pin.tag)
+    if not index.current(workspace):
+        detail = "patches/README.md is not what `python scripts/patch_index.py --write` writes"
+        found.append(Finding(pin.name, "", "index-differs", detail))
+    if any(finding.reason == "series-invalid" for finding in found):
+        return found
+    with _scratch(workspace, pin) as work:
+        trees.snapshot(workspace, pin, work)
+        found += _apply_findings(pin, series, work)
+    return found
+
+
+def _apply_findings(pin: Pin, series: Series, work: Path) -> list[Finding]:
+    root = trees.root_commit(work)
+    made: dict[tuple[str, ...], str] = {}
+    for patch in series.patches():
+        if failure := trees.try_patch(work, patch):
+            return [Finding(pin.name, patch.name, *failure)]  # the rest stands on this one
+    found = [
+        Finding(pin.name, again.name, "export-differs", "re-export gives other bytes")
+        for again in export.patches_of(pin, work)
+        if again.name not in series.files or again.content != series.patch(again.name).content
+    ]
+    made[tuple(series.order)] = trees.head_tree(work)
+    for model in series.models:
+        names = tuple(series.of(model))
+        if names not in made:
+            git.run(work, "checkout", "-q", "--detach", root)
+            for patch in series.patches(model):
+                if failure := trees.try_patch(work, patch):
+                    found.append(
+                        Finding(pin.name, patch.name, failure[0], f"{model}: {failure[1]}")
+                    )
+                    break
+            made[names] = trees.head_tree(work)
+        recorded = (pin.trees or {}).get(model)
+        if made[names] != recorded:
+            detail = f"tree {made[names]}, recorded {recorded}"
+            found.append(Finding(pin.name, model, "tree-differs", detail))
+    return found
+
+
+def raise_for(findings: list[Finding], command: str) -> None:
+    """Bad input before difference before staleness; nothing when nothing was found."""
+    for kinds, error in ((_BAD_INPUT, Refused), (_DIFFERENT, Different)):
+        hits = [finding for finding in findings if finding.reason in kinds]
+        if hits:
+            raise error(
+                kinds[hits[0].reason],
+                seen=f"{len(hits)} finding(s), first: {hits[0].patch} {hits[0].detail}",
+                required="none",
+                hint=command,
+            )
+    stale = [finding for finding in findings if finding.reason == "proof-stale"]
+    if stale:
+        raise NotObserved(
+            "SB0122",
+            seen=f"{len(stale)} finding(s), first: {stale[0].patch}: {stale[0].detail}",
+            required="the test that each patch names",
+            hint=command,
+        )
+
+
+# --- against another release ----------------------------------------------------------------
+
+
+def drift(workspace: Workspace, pin: Pin, against: str, model: str | None = None) -> list[Finding]:
+    """Which patches still apply to `against` (an sdist, a folder or a version), and why not.
+
+    One finding for each patch that does not start from the very blobs it was made for; patches
+    after it are tried on what could be applied. `pin-moved` heads the list where the release is
+    another one; alone it means that every patch applies as it is.
+    """
+    series = Series(workspace, pin.name)
+    patches = series.patches(model)
+    found: list[Finding] = []
+    with _scratch(workspace, pin) as work:
+        _take(workspace, pin, against, work)
+        tree = trees.head_tree(work)
+        if tree != pin.tree:
+            found.append(Finding(pin.name, "", "pin-moved", f"tree {tree}, pinned {pin.tree}"))
+        for patch in patches:
+            if reason := _drift_of(work, patch):
+                found.append(Finding(pin.name, patch.name, *reason))
+            found += _header_findings(workspace, pin, patch, None)
+    return found
+
+
+def _drift_of(work: Path, patch: Patch) -> tuple[str, str] | None:
+    failure = trees.try_patch(work, patch)
+    if failure is None or failure[0] == "export-differs":
+        return failure
+    if failure[0] == "preimage-changed":
+        if _applies(work, patch, "--reverse"):
+            return "already-upstream", "the release holds the change"
+        if trees.am(work, patch) is None:
+            return "preimage-changed", f"applies, but {failure[1]}"
+    missing = [b.path for b in patch.blobs if b.before and not git.blob(work, "HEAD", b.path)]
+    detail = f"{missing[0]} is gone" if missing else failure[1]
+    return "context-changed", f"does not apply: {detail}"
+
+
+def _applies(work: Path, patch: Patch, *options: str) -> bool:
+    try:
+        git.run(work, "apply", "--check", *options, "-", stdin=patch.diff.encode())
+    except git.GitFailed:
+        return False
+    return True
+
+
+def _take(workspace: Workspace, pin: Pin, against: str, work: Path) -> None:
+    """Make `work` a repository of one commit that holds the other release."""
+    path = Path(against)
+    if path.is_dir():
+        if (path / ".git").exists():
+            work.mkdir()
+            archive = work.with_name("checkout.tar")
+            git.run(path, "archive", "--format=tar", f"--output={archive.resolve()}", "HEAD")
+            with tarfile.open(archive) as stream:
+                stream.extractall(work, filter="data")
+        else:
+            shutil.copytree(path, work, symlinks=True)
+    elif path.is_file():
+        _unpack(path, work)
+    elif re.fullmatch(r"\d+(\.\w+)+", against):
+        _unpack(_other_release(workspace, pin, against), work)
+    else:
+        raise Refused(
+            "SB0104",
+            seen=f"{against} is no file, folder or version",
+            required="an sdist, a source folder or a version of " + pin.distribution,
+            hint="samebits patch drift --help",
+        )
+    git.init(work)
+    git.commit_all(work, f"{pin.distribution} {path.name}")
+
+
+def _unpack(sdist: Path, work: Path) -> None:
+    try:
+        trees.unpack(sdist, work)
+    except (tarfile.TarError, EOFError) as error:
+        raise Refused(
+            "SB0105", seen=f"{sdist}: {error}", required="an sdist", hint=f"tar tzf {sdist}"
+        ) from None
+
+
+def _other_release(workspace: Workspace, pin: Pin, version: str) -> Path:
+    """The sdist of another version, checked against the hash that the index names."""
+    command = f"samebits patch drift {pin.name} --against {version}"
+    with workspace.lock(f"sdist-{pin.name}"):
+        offered = fetch.find(pin.distribution, version)
+        target = workspace.build / "sdist" / offered.filename
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = target.with_name(target.name + ".part")
+            fetch.download(workspace, offered, part, None, command)
+            part.replace(target)
+        digest = fetch.sha256(target)
+        if offered.sha256 and digest != offered.sha256:
+            with contextlib.suppress(OSError):
+                target.unlink()
+            raise Refused(
+                "SB0105",
+                seen=f"{target.name}: sha256 {digest}",
+                required=f"sha256 {offered.sha256} (as the index says)",
+                hint=command,
+            )
+        return target
+
+
+def raise_for_drift(findings: list[Finding], command: str) -> None:
+    """Different where any patch needs work; a header or proof problem as in `raise_for`."""
+    moved = [f for f in findings if f.patch and f.reason not in ("header-invalid", "proof-stale")]
+    if moved:
+        raise Different(
+            "SB0120",
+            seen=f"{len(moved)} patch(es), first: {moved[0].patch}: {moved[0].reason}",
+            required="every patch on the very file it was made for",
+            hint=command,
+        )
+    raise_for(findings, command)
