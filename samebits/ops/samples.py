@@ -8,13 +8,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from samebits.bits import GOLDEN, splitmix64
+
 
 def _hash(count: int, seed: int) -> np.ndarray:
     with np.errstate(over="ignore"):
-        z = np.arange(count, dtype=np.uint64) + np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+        return splitmix64(np.arange(count, dtype=np.uint64) + np.uint64(seed + 1) * GOLDEN)
 
 
 def fp32(shape: tuple[int, ...], seed: int, low: int = -8, high: int = 8) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from samebits.bits import GOLDEN, M1, M2, splitmix64
 from samebits.ops.jit import fma, kernel, parallel_for
 from samebits.ops.scalar import LANES, bits_of, exp32, fold_lanes, log32
 
@@ -14,10 +15,7 @@ _LOW = np.float32(-np.inf)
 _GRAIN = 16384  # elements per task: below this a thread costs more than it saves
 _BLOCK = 1024  # exponentials computed before they are added up; a multiple of LANES
 
-# The mixers of samebits.bits, for one element at a time.
-_M1 = np.uint64(0xBF58476D1CE4E5B9)
-_M2 = np.uint64(0x94D049BB133111EB)
-_G = np.uint64(0x9E3779B97F4A7C15)
+_mix = kernel(splitmix64)
 
 
 def _grain(columns: int) -> int:
@@ -120,21 +118,14 @@ def selected_bwd_kernel(logits, roots, local, grad, width, out, start, stop):
 
 
 @kernel
-def _mix(z):
-    z = (z ^ (z >> np.uint64(30))) * _M1
-    z = (z ^ (z >> np.uint64(27))) * _M2
-    return z ^ (z >> np.uint64(31))
-
-
-@kernel
 def digest_kernel(logits, first, width, out, start, stop):
     for i in range(start, stop):
         low, high = np.uint64(0), np.uint64(0)
         for j in range(width):
             bits = np.uint64(np.uint32(bits_of(logits[i, j])))
-            seed = _mix((first + np.uint64(j)) * _G + _G)
+            seed = _mix((first + np.uint64(j)) * GOLDEN + GOLDEN)
             low += _mix(seed ^ bits)
-            high += _mix((seed + _M1) ^ (bits * _M2 + _G))
+            high += _mix((seed + M1) ^ (bits * M2 + GOLDEN))
         out[i, 0], out[i, 1] = low, high
 
 

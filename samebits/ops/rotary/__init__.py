@@ -31,11 +31,12 @@ def table(
     """
     rule = dict(scaling or {})
     kind = rule.get("rope_type", rule.get("type", "default"))
-    if kind != "default" or not set(rule) <= _PLAIN_KEYS:
+    known = kind == "default" and set(rule) <= _PLAIN_KEYS
+    if not known or rule.get("rope_theta", base) != base:
         raise Refused(
             "SB0424",
             seen=f"rope scaling {rule}",
-            required="none, or rope_type default without further keys",
+            required=f"none, or rope_type default with rope_theta {base} and no further keys",
             hint="samebits explain SB0424",
         )
     if max_position < 1 or rotary_dim < 2 or rotary_dim % 2:
