@@ -1,0 +1,200 @@
+"""`samebits contract`: build, show, compare and admit the contract of a model case."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from samebits.errors import EXIT_DIFFERENT
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="""The file that says which implementation computes which region. Exit codes: 0 done or
+    equal, 1 different, 2 bad input or refused, 4 internal error, 130 interrupted.""",
+)
+
+Cases = Annotated[
+    list[str] | None, typer.Argument(help="Case names, folders or files; all cases by default.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _path(target: str) -> Path:
+    """The contract file of a case name, a folder or a file."""
+    from samebits import recipe as recipes
+
+    given = Path(target)
+    if given.suffix == ".json":
+        return given
+    if (given / "contract.json").is_file():
+        return given / "contract.json"
+    return recipes.load(target).contract_path
+
+
+def _previous(path: Path) -> Any:
+    """The contract at `path`, or None where there is none that can still be read."""
+    from samebits.contract import Contract
+    from samebits.errors import Refused
+
+    try:
+        return Contract.load(path) if path.exists() else None
+    except Refused as refused:
+        typer.echo(f"{path}: not used, {refused.error_id}; building anew", err=True)
+        return None
+
+
+@app.command()
+def build(
+    cases: Cases = None,
+    renew: Annotated[
+        bool,
+        typer.Option(help="Replace this platform's recorded answers instead of refusing new ones."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Build contract.json from the recipe and the installed operators; the same inputs give the
+    same bytes."""
+    from samebits import recipe as recipes
+    from samebits.contract.build import build as build_contract
+    from samebits.contract.build import write
+
+    rows = []
+    for case in cases or recipes.known_cases():
+        recipe = recipes.load(case)
+        path = recipe.contract_path
+        contract = build_contract(recipe, previous=_previous(path), renew=renew)
+        state = "written" if write(contract, path) else "unchanged"
+        rows.append(
+            {"case": recipe.case, "state": state, "digest": contract.digest, "file": str(path)}
+        )
+    _print(rows, as_json, lambda r: f"{r['case']}  {r['state']}  {r['digest']}  {r['file']}")
+
+
+@app.command()
+def show(
+    case: Annotated[
+        str | None, typer.Argument(help="Case or file; $SAMEBITS_CONTRACT by default.")
+    ] = None,
+    digests: Annotated[bool, typer.Option("--digests", help="Only the digests.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print what a contract binds."""
+    from samebits import runtime
+    from samebits.contract import Contract
+
+    contract = Contract.load(_path(case)) if case else runtime.contract()
+    shown = {"file": contract.digest, "identity": contract.identity} | dict(contract.digests)
+    if digests:
+        _print([shown], as_json, lambda row: "\n".join(f"{k:<18}{v}" for k, v in row.items()))
+        return
+    if as_json:
+        typer.echo(json.dumps(contract.data, indent=2, sort_keys=True))
+        return
+    typer.echo("\n".join(_describe(contract, shown)))
+
+
+def _describe(contract: Any, shown: dict[str, str]) -> list[str]:
+    data = contract.data
+    lines = [f"contract of {contract.case} ({data['model']['architecture']})", ""]
+    width = max(len(region) for region in contract.regions)
+    for region in contract.regions:
+        entry = contract.entry(region)
+        constants = ", ".join(f"{k}={_scalar(v)}" for k, v in sorted(entry["constants"].items()))
+        lines.append(
+            f"  {region:<{width}}  {entry['implementation']:<{width + 6}}  "
+            f"{entry['content_hash'][:12]}  {constants}"
+        )
+    lines.append("")
+    for axis, claim in sorted(data["claims"]["topology"].items()):
+        sizes = ", ".join(map(str, claim["sizes"]))
+        proof = claim["evidence"][:12] if claim["evidence"] else "none recorded"
+        lines.append(f"  {axis:<{width}}  {sizes} (evidence: {proof})")
+    lines += [f"  {'tolerances':<{width}}  none: bits are equal or they differ", ""]
+    for key, record in data["platforms"].items():
+        text = ", ".join(f"{k} {v}" for k, v in sorted(record["description"].items()))
+        lines.append(f"  platform {key[:12]}: {len(record['known_answers'])} answers; {text}")
+    return [*lines, "", *(f"  {name:<18}{value}" for name, value in shown.items())]
+
+
+def _scalar(value: Any) -> str:
+    from samebits.contract import canonical
+
+    return f"{canonical.from_bits(value):.9g}" if isinstance(value, dict) else str(value)
+
+
+@app.command()
+def diff(
+    left: Annotated[str, typer.Argument(help="Case or contract file.")],
+    right: Annotated[
+        str | None,
+        typer.Argument(help="Case or contract file; by default, what `build` would write now."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List every field in which two contracts differ; exit 1 when there is one."""
+    from samebits import recipe as recipes
+    from samebits.contract import Contract
+    from samebits.contract.build import build as build_contract
+    from samebits.contract.build import differences
+
+    one = Contract.load(_path(left))
+    if right is None:
+        other = build_contract(recipes.load(one.case), previous=one)
+    else:
+        other = Contract.load(_path(right))
+    rows = [{"field": f, "left": a, "right": b} for f, a, b in differences(one.data, other.data)]
+    _print(rows, as_json, lambda row: f"{row['field']}\n  - {row['left']}\n  + {row['right']}")
+    if rows:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+@app.command()
+def admit(
+    case: Annotated[str, typer.Argument(help="Case or contract file.")],
+    as_json: Json = False,
+) -> None:
+    """Record this platform's known answers, after two processes, one for each engine's role, gave
+    the same ones."""
+    import concurrent.futures
+    import multiprocessing
+
+    from samebits.contract import Contract
+    from samebits.contract.build import admit as add_platform
+    from samebits.contract.build import write
+
+    path = _path(case)
+    contract = Contract.load(path)
+    with concurrent.futures.ProcessPoolExecutor(
+        2, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        rollout, trainer = pool.map(_bind, [path.resolve(), path.resolve()], ["rollout", "trainer"])
+    changed = write(add_platform(contract, rollout, trainer), path)
+    row = {
+        "case": contract.case,
+        "platform": rollout.platform,
+        "status": rollout.status,
+        "state": "written" if changed else "unchanged",
+    }
+    _print(
+        [row],
+        as_json,
+        lambda r: f"{r['case']}  platform {r['platform'][:12]}: {r['status']}, {r['state']}",
+    )
+
+
+def _bind(path: Path, role: str) -> Any:
+    """Bind in a process of its own, with no planted fault."""
+    os.environ.pop("SAMEBITS_FAULT", None)
+    from samebits.contract import Contract
+
+    return Contract.load(path).bind(role)
+
+
+def _print(rows: list[dict[str, Any]], as_json: bool, line: Any) -> None:
+    text = json.dumps(rows, indent=2) if as_json else "\n".join(map(line, rows))
+    if text:
+        typer.echo(text)

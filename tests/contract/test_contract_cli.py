@@ -1,0 +1,77 @@
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from samebits import recipe as recipes
+from samebits.cli.contract import app
+from samebits.errors import Refused
+
+run = CliRunner()
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch, operators):
+    """A copy of a case in its own folder, with small operators installed."""
+    from samebits.ops import registry
+
+    monkeypatch.setattr(registry, "implementations", lambda platform="cpu": operators)
+    folder = tmp_path / "qwen3-tiny"
+    folder.mkdir()
+    shutil.copy(recipes.find("qwen3-tiny"), folder)
+    return folder
+
+
+def test_build_then_show_then_diff(case):
+    first = json.loads(run.invoke(app, ["build", str(case), "--json"]).stdout)
+    again = json.loads(run.invoke(app, ["build", str(case), "--json"]).stdout)
+    assert [first[0]["state"], again[0]["state"]] == ["written", "unchanged"]
+    shown = run.invoke(app, ["show", str(case)])
+    assert shown.exit_code == 0 and first[0]["digest"] in shown.stdout
+    assert "gemm.row.cpu.1" in shown.stdout and "leaves=2" in shown.stdout
+    digests = json.loads(run.invoke(app, ["show", str(case), "--digests", "--json"]).stdout)
+    assert digests[0]["file"] == first[0]["digest"]
+    same = run.invoke(app, ["diff", str(case), str(case / "contract.json")])
+    assert (same.exit_code, same.stdout) == (0, "")
+
+
+def test_diff_exits_1_and_names_the_fields(case, tmp_path):
+    run.invoke(app, ["build", str(case)])
+    other = tmp_path / "other"
+    other.mkdir()
+    text = (case / "recipe.yaml").read_text()
+    (other / "recipe.yaml").write_text(text.replace("reduction_leaves: 2", "reduction_leaves: 4"))
+    run.invoke(app, ["build", str(other)])
+    result = run.invoke(app, ["diff", str(case), str(other), "--json"])
+    assert result.exit_code == 1
+    fields = [row["field"] for row in json.loads(result.stdout)]
+    assert "composition.gemm.row.constants.leaves" in fields
+
+
+def test_an_unreadable_old_contract_is_replaced_and_said_so(case):
+    (case / "contract.json").write_text("{}")
+    result = run.invoke(app, ["build", str(case)])
+    assert result.exit_code == 0 and "SB0321" in result.stderr
+    assert "written" in result.stdout
+
+
+def test_bad_input_is_refused(case):
+    result = run.invoke(app, ["show", str(case / "missing.json")])
+    assert isinstance(result.exception, Refused) and result.exception.exit_code == 2
+
+
+@pytest.mark.engine
+def test_admit_records_what_two_processes_answer(tmp_path):
+    folder = tmp_path / "qwen3-tiny"
+    folder.mkdir()
+    shutil.copy(recipes.find("qwen3-tiny"), folder)
+    assert run.invoke(app, ["build", str(folder)]).exit_code == 0
+    from samebits.contract import Contract
+    from samebits.contract.build import seal, write
+
+    whole = Contract.load(folder)
+    write(seal(dict(whole.data) | {"platforms": {}}), folder / "contract.json")
+    result = run.invoke(app, ["admit", str(folder), "--json"])
+    assert json.loads(result.stdout)[0]["status"] == "new platform"
+    assert Contract.load(folder).raw == whole.raw

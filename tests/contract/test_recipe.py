@@ -1,0 +1,60 @@
+import pytest
+
+from samebits import recipe as recipes
+from samebits.errors import Refused
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """Writes a changed copy of a recipe and returns its path."""
+
+    def edit(old: str, new: str):
+        text = recipes.find("qwen3-tiny").read_text()
+        assert text.count(old) == 1
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text.replace(old, new))
+        return path
+
+    return edit
+
+
+def test_recipes_give_the_configs_of_their_models(recipe):
+    config = recipe.hf_config()
+    assert isinstance(config["rms_norm_eps"], float)
+    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
+    assert set(recipe.legs) >= {"A", "B", "C"}
+
+
+def test_comments_and_layout_do_not_change_the_digest(edited):
+    path = edited("case: qwen3-tiny\n", "# a comment\ncase:   'qwen3-tiny'\n")
+    assert recipes.load(path).digest == recipes.load("qwen3-tiny").digest
+
+
+def test_a_value_changes_the_digest(edited):
+    path = edited("vocab_size: 1024", "vocab_size: 2048")
+    assert recipes.load(path).digest != recipes.load("qwen3-tiny").digest
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error_id"),
+    [
+        ("case: qwen3-tiny\n", "case: qwen3-tiny\nextra: 1\n", "SB0314"),
+        ("  kv_blocks: 256\n", "  kv_blocks: 256\n  kv_blocks: 128\n", "SB0306"),
+        ('rms_norm_eps: "1e-6"', "rms_norm_eps: 0.000001", "SB0305"),
+        ('rms_norm_eps: "1e-6"', 'rms_norm_eps: "small"', "SB0314"),
+        ('rms_norm_eps: "1e-6"', 'rms_norm_eps: "nan"', "SB0314"),
+        ("architecture: qwen3", "architecture: mamba", "SB0314"),
+        ("kind: counter-hash", "kind: download", "SB0314"),
+        ("  block_size: 16\n", "", "SB0314"),
+        ("case: qwen3-tiny", "case: [", "SB0314"),
+    ],
+)
+def test_a_bad_recipe_is_refused(edited, old, new, error_id):
+    with pytest.raises(Refused) as refused:
+        recipes.load(edited(old, new))
+    assert refused.value.error_id == error_id
+
+
+def test_an_unknown_case_is_refused_with_the_known_ones():
+    with pytest.raises(Refused, match="qwen3-tiny"):
+        recipes.load("no-such-case")
