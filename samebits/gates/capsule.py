@@ -12,6 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
+# Requests of `synthetic` that stand for one corner each; random ones follow.
+CORNERS = 11
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt: token ids, sampling seed, length of the response to sample."""

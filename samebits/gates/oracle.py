@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from samebits.gates.streams import Stream
 
 
@@ -50,15 +48,3 @@ def distance(stream: Stream, oracle: Stream) -> tuple[int, float, float]:
     if counts.values is None or counts.tokens == 0:
         return 0, float("nan"), float("nan")
     return counts.tokens, counts.values.mean_abs, counts.values.max_abs
-
-
-def excess(aligned: Stream, stock: Stream, oracle: Stream) -> np.ndarray:
-    """|aligned - oracle| - |stock - oracle| per token that all three hold, in nats."""
-    tables = [s.columns() for s in (aligned, stock, oracle)]
-    keys = [t["sequence"].astype(np.int64) << 32 | t["position"] for t in tables]
-    common = sorted(set(keys[0]) & set(keys[1]) & set(keys[2]))
-    values = []
-    for table, key in zip(tables, keys, strict=True):
-        where = np.searchsorted(key, common)
-        values.append(table["bits"][where].view(np.float32).astype(np.float64))
-    return np.abs(values[0] - values[2]) - np.abs(values[1] - values[2])

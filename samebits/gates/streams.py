@@ -81,6 +81,18 @@ class Stream:
             }
         )
 
+    def extend(self, other: Stream) -> None:
+        """Append all rows of another stream."""
+        self._append(other.columns())
+
+    def shifted(self, base: int) -> Stream:
+        """The same rows with `base` added to every sequence number."""
+        columns = self.columns()
+        return Stream({**columns, "sequence": columns["sequence"] + base})
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self._parts["token"])
+
     def columns(self) -> dict[str, np.ndarray]:
         """All rows in (sequence, position) order; a key that occurs twice is refused."""
         whole = {

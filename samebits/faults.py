@@ -1,0 +1,57 @@
+"""Planted faults: each breaks one promise on purpose, so that a leg can be seen to turn red.
+
+SAMEBITS_FAULT names one. Evidence records it, and a run that carries one in its measured arm is
+never EQUAL. Faults wrap the public operators of this process; the operators know nothing of them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from samebits import runtime
+from samebits.errors import Refused
+from samebits.plan import ReductionPlan
+
+# rank_order_sum is planted where ranks meet: `hooks.megatron.linear`.
+ELSEWHERE = ("rank_order_sum",)
+
+
+def _k_cut_by_rows() -> None:
+    """A column-parallel product cuts K in two when it has more than one row (legs A, B, C, F)."""
+    from samebits.ops import gemm
+
+    whole = gemm.linear
+
+    @functools.wraps(whole)
+    def linear(x, w, bias=None):
+        if x.numel() == x.shape[-1]:
+            return whole(x, w, bias)
+        return gemm.row_parallel(x, w, ReductionPlan(2))
+
+    gemm.linear = linear
+
+
+def _rope_base_doubled() -> None:
+    """Both engines turn by wrong angles, and agree: only the fp32 oracle sees it (leg O)."""
+    from samebits.ops import rotary
+
+    right = rotary.table
+    rotary.table = lambda length, dim, base, *rest: right(length, dim, 2 * base, *rest)
+
+
+PLANTED = {"k_cut_by_rows": _k_cut_by_rows, "rope_base_doubled": _rope_base_doubled}
+
+
+def install() -> None:
+    """Plant the fault that SAMEBITS_FAULT names in this process; without one, do nothing."""
+    name = runtime.fault()
+    if name is None or name in ELSEWHERE:
+        return
+    if name not in PLANTED:
+        raise Refused(
+            "SB0902",
+            seen=f"SAMEBITS_FAULT={name}",
+            required=f"one of {', '.join(sorted([*PLANTED, *ELSEWHERE]))}",
+            hint="unset SAMEBITS_FAULT",
+        )
+    PLANTED[name]()

@@ -1,0 +1,87 @@
+"""One proving run: a folder of finished stages, so that an interrupted run goes on where it was.
+
+The folder is named by what the results depend on (recipe, contract, patched trees, sources of
+operators, hooks and gates), so a change of any of them starts afresh and never reuses old streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samebits.contract import Contract, canonical
+from samebits.contract.sources import source_hash
+from samebits.evidence import current
+from samebits.gates.streams import Stream
+from samebits.patching.workspace import Workspace
+from samebits.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Result of one stage: named streams, and JSON-able facts about how they came about."""
+
+    streams: dict[str, Stream]
+    facts: dict[str, Any]
+
+
+class Run:
+    """Folder, recipe, contract and model of a run."""
+
+    def __init__(self, recipe: Recipe, contract: Contract, model: Path, options: dict[str, int]):
+        self.recipe, self.contract, self.model, self.options = recipe, contract, model, options
+        self.workspace = Workspace.find()
+        key = canonical.digest(
+            {
+                "recipe": recipe.digest,
+                "contract": contract.identity,
+                "trees": {k: v or "" for k, v in current.trees(recipe).items()},
+                "sources": {s["name"]: s["content_hash"] for s in current.sources(contract)},
+                "gates": source_hash(_gate_modules()),
+                "options": options,
+            }
+        )
+        self.folder = self.workspace.build / "runs" / recipe.case / key[:16]
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def stage(self, name: str, work: Callable[[], Stage]) -> Stage:
+        """Run a stage, or load it when an earlier run finished it."""
+        record = self.folder / f"{name}.json"
+        if record.exists():
+            facts = json.loads(record.read_text())
+            say(f"{name}: finished earlier, reused")
+            loaded = {
+                s: Stream.load(self.folder / f"{name}.{s}.npz") for s in facts.pop("_streams")
+            }
+            return Stage(loaded, facts)
+        started = time.monotonic()
+        say(f"{name}: running")
+        done = work()
+        for stream, content in done.streams.items():
+            content.save(self.folder / f"{name}.{stream}.npz")
+        facts = {**done.facts, "seconds": round(time.monotonic() - started, 1)}
+        unfinished = record.with_suffix(".part")
+        unfinished.write_text(json.dumps({**facts, "_streams": sorted(done.streams)}))
+        os.replace(unfinished, record)  # written last: its presence says that all streams are there
+        say(f"{name}: {facts['seconds']} s")
+        return Stage(done.streams, facts)
+
+
+def say(text: str) -> None:
+    print(f"prove: {text}", file=sys.stderr, flush=True)
+
+
+def _gate_modules() -> list[str]:
+    folder = Path(__file__).parent
+    return [f"samebits.gates.{p.stem}" for p in sorted(folder.glob("*.py")) if p.stem != "__init__"]
+
+
+def file_sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
