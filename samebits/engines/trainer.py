@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,14 +107,16 @@ class Trainer:
         self.arch.refuse_tp(tp_size)
         require_patched()
         self._init_groups(rendezvous, seed)
-        self.model = build_model(self.arch, tp_size)
-        self._ddp = self._optimizer = None
+        self.model: torch.nn.Module = build_model(self.arch, tp_size)
+        self._ddp: Any = None
+        self._optimizer: Any = None
         if optimizer is not None:
             self._ddp, self._optimizer = _training_wrappers(self.model, optimizer)
 
     def _bind(self, model_dir: Path, contract: str | Path | None) -> None:
         """Load the contract into this process and check model, layout and operators against it."""
         self.binding = None
+        self.contract_digest = ""
         if contract is not None:
             path = str(Path(contract).resolve())
             if os.environ.setdefault("SAMEBITS_CONTRACT", path) != path:
@@ -122,14 +126,14 @@ class Trainer:
                     required="one contract per process",
                     hint="unset SAMEBITS_CONTRACT",
                 )
-        if not runtime.aligned():
+        if not runtime.aligned() and not os.environ.get("SAMEBITS_CONTRACT"):
             return
-        import json
-
         loaded = runtime.contract()
         loaded.check_model(json.loads((model_dir / "config.json").read_text()))
         loaded.check_tp("trainer", self.tp_size)
-        self.binding = loaded.bind("trainer")
+        self.contract_digest = loaded.digest
+        if runtime.aligned():
+            self.binding = loaded.bind("trainer")
 
     def _init_groups(self, rendezvous: str | None, seed: int) -> None:
         from megatron.core import parallel_state
@@ -175,7 +179,7 @@ class Trainer:
                 raise _bad_weight(f"{name} of {tensor.dtype}", "bfloat16")
             if slot.shard_dim is not None:
                 tensor = tensor.chunk(self.tp_size, slot.shard_dim)[self.tp_rank]
-            slot.view.detach().copy_(tensor.reshape(slot.view.shape))
+            slot.view.copy_(tensor.reshape(slot.view.shape))
         if todo:
             missing = sorted(todo)
             raise _bad_weight(
@@ -190,15 +194,25 @@ class Trainer:
 
         Collective: every rank must run the iterator to its end. SB0612 when copies differ.
         """
-        for slot in slots(self.arch, self.model, self.tp_size):
-            local = slot.view.detach()
+        yield from self._whole(torch.Tensor.detach)
+
+    @torch.no_grad()
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(published name, whole fp32 gradient) of the last step; clipped if clipping is on.
+
+        Collective, as `export_weights`.
+        """
+        yield from self._whole(lambda parameter: parameter.main_grad)
+
+    def _whole(self, of) -> Iterator[tuple[str, torch.Tensor]]:
+        for slot in slots(self.arch, self.model, self.tp_size, of):
             if slot.shard_dim is None:
-                self._refuse_drift(slot, local)
-                yield slot.name, local.reshape(slot.shape).clone()
+                self._refuse_drift(slot)
+                yield slot.name, slot.view.reshape(slot.shape).clone()
                 continue
             shape = list(slot.shape)
             shape[slot.shard_dim] //= self.tp_size
-            yield slot.name, self._gather(local.reshape(shape).contiguous(), slot.shard_dim)
+            yield slot.name, self._gather(slot.view.reshape(shape).contiguous(), slot.shard_dim)
 
     def _gather(self, local: torch.Tensor, dim: int) -> torch.Tensor:
         if self.tp_size == 1:
@@ -207,11 +221,11 @@ class Trainer:
         dist.all_gather(parts, local, group=self.group)
         return torch.cat(parts, dim)
 
-    def _refuse_drift(self, slot: Slot, local: torch.Tensor) -> None:
+    def _refuse_drift(self, slot: Slot) -> None:
         if self.tp_size == 1:
             return
-        parts = [torch.empty_like(local) for _ in range(self.tp_size)]
-        dist.all_gather(parts, local.contiguous(), group=self.group)
+        parts = [torch.empty_like(slot.view) for _ in range(self.tp_size)]
+        dist.all_gather(parts, slot.view.contiguous(), group=self.group)
         wrong = [rank for rank, part in enumerate(parts) if not bits.equal(part, parts[0])]
         if wrong:
             raise Refused(
@@ -318,7 +332,7 @@ class Trainer:
         self.model.train()
         self._ddp.zero_grad_buffer()
         total = sum(float(m.sum()) for m in batch.mask)
-        loss_sum, metrics, logprobs = 0.0, {}, []
+        loss_sum, metrics, logprobs = 0.0, dict[str, float](), list[torch.Tensor]()
         for indices in batches.micro_batches(batch.sequences, self.micro_tokens):
             part = [batch.sequences[i] for i in indices]
             sizes = [len(s) - 1 for s in part]
@@ -362,7 +376,7 @@ class Trainer:
         """Leave the process groups, so that this process may build another trainer."""
         from megatron.core import parallel_state
 
-        self.model = self._ddp = self._optimizer = None
+        del self.model, self._ddp, self._optimizer
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()

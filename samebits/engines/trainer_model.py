@@ -7,9 +7,10 @@ query attention - Llama (SmolLM2) and Qwen3 (q/k norms). Everything else is refu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -191,11 +192,17 @@ class Slot:
     view: torch.Tensor
 
 
-def slots(arch: Architecture, model: torch.nn.Module, tp: int) -> Iterator[Slot]:
+def slots(
+    arch: Architecture,
+    model: Any,
+    tp: int,
+    of: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach,
+) -> Iterator[Slot]:
     """Every published tensor of `arch` with its place in this rank's `model`, in forward order.
 
-    Megatron keeps q, k and v of one head group side by side in one weight, and gate over up in
-    another; the views undo both, so loading and exporting are plain copies.
+    `of` picks what is looked at: the parameter itself, or a tensor of its shape such as its
+    gradient. Megatron keeps q, k and v of one head group side by side in one weight, and gate
+    over up in another; the views undo both, so loading and exporting are plain copies.
     """
     h, d, f = arch.hidden, arch.head_dim, arch.ffn
     groups, ratio = arch.kv_heads // tp, arch.heads // arch.kv_heads
@@ -203,29 +210,39 @@ def slots(arch: Architecture, model: torch.nn.Module, tp: int) -> Iterator[Slot]
         "model.embed_tokens.weight",
         (arch.vocab, h),
         0,
-        model.embedding.word_embeddings.weight,
+        of(model.embedding.word_embeddings.weight),
     )
     for i, layer in enumerate(model.decoder.layers):
         prefix = f"model.layers.{i}."
         attention, mlp = layer.self_attention, layer.mlp
-        yield Slot(prefix + "input_layernorm.weight", (h,), None, layer.input_layernorm.weight)
-        qkv = attention.linear_qkv.weight.view(groups, ratio + 2, d, h)
+        yield Slot(prefix + "input_layernorm.weight", (h,), None, of(layer.input_layernorm.weight))
+        qkv = of(attention.linear_qkv.weight).view(groups, ratio + 2, d, h)
         parts = (("q", arch.heads, qkv[:, :ratio]), ("k", arch.kv_heads, qkv[:, ratio]))
         for letter, heads, view in (*parts, ("v", arch.kv_heads, qkv[:, ratio + 1])):
             yield Slot(f"{prefix}self_attn.{letter}_proj.weight", (heads * d, h), 0, view)
         yield Slot(
-            prefix + "self_attn.o_proj.weight", (h, arch.heads * d), 1, attention.linear_proj.weight
+            prefix + "self_attn.o_proj.weight",
+            (h, arch.heads * d),
+            1,
+            of(attention.linear_proj.weight),
         )
         if arch.qk_norm:
-            yield Slot(prefix + "self_attn.q_norm.weight", (d,), None, attention.q_layernorm.weight)
-            yield Slot(prefix + "self_attn.k_norm.weight", (d,), None, attention.k_layernorm.weight)
+            yield Slot(
+                prefix + "self_attn.q_norm.weight", (d,), None, of(attention.q_layernorm.weight)
+            )
+            yield Slot(
+                prefix + "self_attn.k_norm.weight", (d,), None, of(attention.k_layernorm.weight)
+            )
         yield Slot(
-            prefix + "post_attention_layernorm.weight", (h,), None, layer.pre_mlp_layernorm.weight
+            prefix + "post_attention_layernorm.weight",
+            (h,),
+            None,
+            of(layer.pre_mlp_layernorm.weight),
         )
-        gate, up = mlp.linear_fc1.weight.view(2, f // tp, h)
+        gate, up = of(mlp.linear_fc1.weight).view(2, f // tp, h)
         yield Slot(prefix + "mlp.gate_proj.weight", (f, h), 0, gate)
         yield Slot(prefix + "mlp.up_proj.weight", (f, h), 0, up)
-        yield Slot(prefix + "mlp.down_proj.weight", (h, f), 1, mlp.linear_fc2.weight)
-    yield Slot("model.norm.weight", (h,), None, model.decoder.final_layernorm.weight)
+        yield Slot(prefix + "mlp.down_proj.weight", (h, f), 1, of(mlp.linear_fc2.weight))
+    yield Slot("model.norm.weight", (h,), None, of(model.decoder.final_layernorm.weight))
     if not arch.tied:
-        yield Slot("lm_head.weight", (arch.vocab, h), 0, model.output_layer.weight)
+        yield Slot("lm_head.weight", (arch.vocab, h), 0, of(model.output_layer.weight))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from samebits.ops import embedding
@@ -10,7 +12,7 @@ from samebits.runtime import aligned as bound
 __all__ = ["bound", "lookup"]
 
 
-def lookup(layer: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def lookup(layer: Any, ids: torch.Tensor) -> torch.Tensor:
     """Rows of a `VocabParallelEmbedding`: ids [b, s] int64 -> [b, s, H] in the weight's dtype."""
     group = layer.tp_group if layer.tp_group.size() > 1 else None
     return embedding.lookup(ids, layer.weight, start=layer.vocab_start_index, group=group)

@@ -15,7 +15,7 @@ from samebits.errors import Refused
 from samebits.ops import gemm
 
 
-def _refuse_unproved(layer: torch.nn.Module) -> None:
+def _refuse_unproved(layer: ColumnParallelLinear | RowParallelLinear) -> None:
     """SB0604, SB0605 for options under which the layer would add or communicate in its own way."""
     if layer.config.sequence_parallel or layer.is_expert:
         raise Refused(

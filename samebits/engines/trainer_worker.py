@@ -1,0 +1,129 @@
+"""One rank of `TrainerProcess`: `python -m samebits.engines.trainer_worker FD`.
+
+Reads (method, arguments) from the inherited pipe FD and answers ("ok", value) or ("error",
+exception). Ends when the pipe closes, so it does not outlive its coordinator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from samebits import runtime
+from samebits.engines import trainer_wire as wire
+from samebits.engines.trainer import Trainer
+from samebits.errors import SamebitsError
+from samebits.ops import registry
+
+
+class Worker:
+    """The methods that a coordinator may call; every rank runs the same one at the same time."""
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._segment = contextlib.ExitStack()
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError("the first call must be `start`")
+        return self._trainer
+
+    def start(self, threads: int, **options) -> dict:
+        torch.set_num_threads(threads)
+        self._trainer = Trainer(**options)
+        return self.info()
+
+    def info(self) -> dict:
+        """What this rank is bound to, and what it has served since `reset_served`."""
+        binding = self.trainer.binding
+        return {
+            "contract_digest": self.trainer.contract_digest,
+            "arithmetic": runtime.arithmetic(),
+            "fault": runtime.fault(),
+            "platform_status": binding.status if binding else None,
+            "answers": dict(binding.answers) if binding else {},
+            "served": registry.served(),
+            "step": self.trainer.step,
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+    def reset_served(self) -> None:
+        registry.reset_served()
+
+    def load(self, folder: str) -> None:
+        from samebits.weights.sources import open_model
+
+        self.trainer.load_weights(open_model(Path(folder)))
+
+    def score(self, sequences, layout, digests):
+        return self.trainer.score(sequences, layout, digests)
+
+    def train_step(self, batch, loss_fn, layout):
+        return self.trainer.train_step(batch, loss_fn, layout)
+
+    def gradients(self) -> dict[str, torch.Tensor] | None:
+        whole = dict(self.trainer.gradients())
+        return whole if self.trainer.tp_rank == 0 else None
+
+    def export(self) -> str | None:
+        """Put the weights into shared memory; rank 0 answers with the manifest as JSON."""
+        from samebits.weights.transport import send
+
+        tensors = self.trainer.export_weights()
+        if self.trainer.tp_rank != 0:
+            for _ in tensors:
+                pass
+            return None
+        self.release()
+        manifest = self._segment.enter_context(
+            send(tensors, step=self.trainer.step, contract_digest=self.trainer.contract_digest)
+        )
+        return manifest.to_json()
+
+    def release(self) -> None:
+        """Remove the segment that `export` left behind."""
+        self._segment.close()
+
+    def stop(self) -> None:
+        self.release()
+        if self._trainer is not None:
+            self._trainer.close()
+
+
+def _as_answer(error: BaseException) -> BaseException:
+    """An exception that survives the pipe: ours with its id, any other as text."""
+    if isinstance(error, SamebitsError):
+        return error
+    return RuntimeError("".join(traceback.format_exception(error)))
+
+
+def main() -> int:
+    pipe = Connection(int(sys.argv[1]))
+    worker = Worker()
+    while True:
+        try:
+            method, arguments = wire.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            worker.release()
+            return 0
+        except Exception as error:  # an argument that this process cannot import
+            pipe.send_bytes(wire.dumps(("error", _as_answer(error))))
+            continue
+        try:
+            answer = ("ok", getattr(worker, method)(**arguments))
+        except Exception as error:
+            answer = ("error", _as_answer(error))
+        pipe.send_bytes(wire.dumps(answer))
+        if method == "stop":
+            return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
