@@ -11,7 +11,6 @@ import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-
 # Requests of `synthetic` that stand for one corner each; random ones follow.
 CORNERS = 11
 

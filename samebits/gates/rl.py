@@ -1,0 +1,234 @@
+"""A short on-policy RL run on the real engines: rollout, score, loss, step, refit, and again.
+
+Algorithm and metrics are verl's own (GRPO advantages, clipped policy loss, off-policy metrics on
+`DataProto`); the loop around them is this file. Every step compares the rollout's log-probabilities
+of the response tokens with the trainer's score *and* with the trainer's training forward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from samebits import mismatch, patching
+from samebits.engines.rollout import RolloutEngine, RolloutSettings
+from samebits.engines.rollout_wire import Completion, Request
+from samebits.engines.trainer import OptimizerSettings
+from samebits.engines.trainer_batch import TrainBatch
+from samebits.errors import Different, Refused
+from samebits.gates import policy, stages
+from samebits.gates.run import Run, Stage, say
+from samebits.gates.streams import Stream
+
+# One prompt returns in every step: after a refit its cached blocks must be gone.
+_REPEATED = 0
+
+
+def run_rl(run: Run, *, steps: int, arithmetic: str) -> Stage:
+    """Streams `rollout` (sampled) and `trainer` (scored), and `steps`: one record for each step.
+
+    A sequence is numbered step * 1000 + sample, steps from 1.
+    """
+    settings = run.recipe.rl
+    if settings is None:
+        raise Refused(
+            "SB0905",
+            seen=f"case {run.recipe.case} has no `rl` section",
+            required="a recipe with `rl`",
+            hint=f"samebits case show {run.recipe.case}",
+        )
+    _use_patched_verl(run)
+    tasks = _tasks(run, settings, steps)
+    rollout_settings = RolloutSettings.of(run.recipe, run.model, arithmetic=arithmetic)
+    optimizer = OptimizerSettings(lr=float(settings["learning_rate"]))
+    streams = {"rollout": Stream(), "trainer": Stream()}
+    records: list[dict[str, Any]] = []
+    with (
+        RolloutEngine(rollout_settings) as engine,
+        stages.trainer(run, arithmetic=arithmetic, optimizer=optimizer) as trainer,
+    ):
+        _agree(engine, trainer, arithmetic)
+        dropped = -1  # before the first refit
+        for step in range(1, steps + 1):
+            record = _step(run, engine, trainer, tasks[step - 1], settings, step, streams)
+            record["cache_invalidated"] = dropped > 0 and record["repeated_cached_tokens"] == 0
+            if dropped > 0 and record["repeated_cached_tokens"]:
+                raise Different(
+                    "SB0906",
+                    seen=f"{record['repeated_cached_tokens']} cached tokens after a refit",
+                    required="0: cached state belongs to the old weights",
+                    hint="samebits explain SB0906",
+                )
+            with trainer.export() as manifest:
+                dropped = engine.sync_weights(manifest)["dropped_blocks"]
+            record["dropped_blocks"] = dropped
+            records.append(record)
+            _report(arithmetic, record)
+    return Stage(streams, {"steps": records})
+
+
+def _use_patched_verl(run: Run) -> None:
+    path = str(patching.tree_path("verl", run.recipe.series["verl"]))
+    if path not in sys.path:
+        sys.path.insert(0, path)
+
+
+def _tasks(run: Run, settings, steps: int) -> list[list[Any]]:
+    """Prompts of every step; the first is the same in all of them."""
+    from samebits import prompts
+
+    found = prompts.load(run.recipe)
+    each = settings["prompts_per_step"] - 1
+    rest = found[1:]
+    return [
+        [found[_REPEATED], *(rest[(step * each + i) % len(rest)] for i in range(each))]
+        for step in range(steps)
+    ]
+
+
+def _agree(engine: RolloutEngine, trainer, arithmetic: str) -> None:
+    """Both engines hold one contract, and their probes gave one set of answers."""
+    if arithmetic != "aligned":
+        return
+    info = trainer.info()
+    mine, theirs = engine.contract_digest(), info["contract_digest"]
+    if mine != theirs:
+        raise Refused(
+            "SB0907",
+            seen=f"rollout loaded contract {mine}, trainer {theirs}",
+            required="one contract",
+            hint="samebits explain SB0907",
+        )
+    if dict(engine.binding()["answers"]) != dict(info["answers"]):
+        raise Different(
+            "SB0908",
+            seen="known-answer probes of rollout and trainer differ",
+            required="equal answers",
+            hint="samebits explain SB0908",
+        )
+
+
+def _step(run, engine, trainer, tasks, settings, step: int, streams) -> dict[str, Any]:
+    from samebits import prompts
+
+    samples = settings["samples_per_prompt"]
+    requests = [
+        Request(task.ids, settings["max_tokens"], seed=_seed(settings, step, t, s))
+        for t, task in enumerate(tasks)
+        for s in range(samples)
+    ]
+    completions = engine.generate(requests)
+    whole = [[*r.prompt, *c.tokens] for r, c in zip(requests, completions, strict=True)]
+    scores = trainer.score(whole, layout="padded")
+    old = [
+        logprobs[len(r.prompt) - 1 :] for r, logprobs in zip(requests, scores.logprobs, strict=True)
+    ]
+    for index, (request, done, logprobs) in enumerate(zip(requests, completions, old, strict=True)):
+        key, start = step * 1000 + index, len(request.prompt)
+        streams["rollout"].add(key, start, done.tokens, done.logprob_bits)
+        streams["trainer"].add(key, start, done.tokens, logprobs)
+    reward = prompts.scorer(run.recipe, run.model)
+    rewards = [
+        reward(tasks[index // samples], done.tokens) for index, done in enumerate(completions)
+    ]
+    metrics, advantages = _verl(completions, old, rewards, samples)
+    result = trainer.train_step(_batch(requests, whole, scores.logprobs, advantages), policy.loss)
+    found = mismatch.measure(
+        np.concatenate([c.logprob_bits for c in completions]),
+        np.concatenate([mismatch.as_bits(o) for o in old]),
+    )
+    trained = np.concatenate([mismatch.as_bits(p) for p in result.logprobs])
+    scored = np.concatenate([mismatch.as_bits(p) for p in scores.logprobs])
+    return {
+        "step": step,
+        **asdict(found),
+        "reward": float(np.mean(rewards)),
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "train_forward_mismatches": mismatch.measure(scored, trained).mismatches,
+        "repeated_cached_tokens": completions[_REPEATED].cached_tokens,
+        "verl": {name: float(value) for name, value in metrics.items()},
+    }
+
+
+def _seed(settings, step: int, prompt: int, sample: int) -> int:
+    """A distinct seed for each (step, prompt, sample)."""
+    return ((settings["seed"] * 100 + step) * 100 + prompt) * 100 + sample
+
+
+def _padded(rows: Sequence[Any]):
+    import torch
+
+    return torch.nn.utils.rnn.pad_sequence(
+        [torch.as_tensor(np.asarray(row)) for row in rows], batch_first=True
+    )
+
+
+def _verl(completions: Sequence[Completion], old, rewards, samples: int):
+    """verl's metrics and GRPO advantages of one step."""
+    import torch
+    from verl import DataProto
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+    from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+    from verl.utils.debug.metrics import calculate_debug_metrics
+
+    mask = _padded([np.ones(len(c.tokens), np.float32) for c in completions])
+    token_rewards = torch.zeros_like(mask)
+    for index, (done, reward) in enumerate(zip(completions, rewards, strict=True)):
+        token_rewards[index, len(done.tokens) - 1] = reward
+    data = DataProto.from_dict(
+        tensors={
+            "responses": _padded([np.asarray(c.tokens, np.int64) for c in completions]),
+            "response_mask": mask,
+            "rollout_log_probs": _padded([c.logprob_bits.view(np.float32) for c in completions]),
+            "old_log_probs": _padded([o.numpy() for o in old]),
+            "token_level_rewards": token_rewards,
+        },
+        non_tensors={"uid": np.arange(len(completions)) // samples},
+    )
+    batch = data.batch
+    metrics = calculate_debug_metrics(data)
+    offpolicy = compute_offpolicy_metrics(batch["old_log_probs"], batch["rollout_log_probs"], mask)
+    metrics.update({f"rollout_corr/{name}": value for name, value in offpolicy.items()})
+    advantages, _ = compute_grpo_outcome_advantage(
+        batch["token_level_rewards"], mask, data.non_tensor_batch["uid"]
+    )
+    return metrics, [advantages[i, : len(c.tokens)] for i, c in enumerate(completions)]
+
+
+def _batch(requests, whole, old, advantages) -> TrainBatch:
+    """Per-target tensors: prompts carry mask 0."""
+    import torch
+
+    mask, spread = [], []
+    for request, tokens, advantage in zip(requests, whole, advantages, strict=True):
+        start = len(request.prompt) - 1
+        m, a = torch.zeros(len(tokens) - 1), torch.zeros(len(tokens) - 1)
+        m[start:], a[start:] = 1.0, advantage
+        mask.append(m)
+        spread.append(a)
+    return TrainBatch(sequences=whole, mask=mask, advantages=spread, old_logprobs=list(old))
+
+
+def _report(arm: str, record: dict[str, Any]) -> None:
+    say(
+        f"rl {arm} step {record['step']}: {record['mismatches']} of {record['tokens']} tokens "
+        f"differ, max |dlogp| {record['max_abs']:.3g}, K3 KL {record['k3_kl']:.3g}, "
+        f"IS ratio max {record['is_ratio_max']:.6g}, reward {record['reward']:.3f}"
+    )
+
+
+def as_counts(stage: Stage):
+    """Comparison of the steps after the first refit (leg E)."""
+    from samebits.gates.streams import compare
+
+    def late(stream: Stream) -> Stream:
+        columns = stream.columns()
+        keep = columns["sequence"] >= 2000
+        return Stream({name: column[keep] for name, column in columns.items()})
+
+    return compare(late(stage.streams["rollout"]), late(stage.streams["trainer"]))
