@@ -1,0 +1,92 @@
+"""A case of its own in a temporary folder, and a run of it that earned EQUAL."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+
+from samebits import evidence
+from samebits import recipe as recipes
+from samebits.contract import Contract, canonical
+from samebits.evidence import current
+from samebits.evidence.statement import integrity
+
+TREES = {"vllm": "1" * 40, "megatron": "2" * 40, "verl": "3" * 40}
+WHEN = {"started": "2025-01-01T00:00:00Z", "finished": "2025-01-01T00:10:00Z"}
+
+
+def row(leg: str, name: str, recipe: recipes.Recipe, **changes) -> dict:
+    """A comparison of `leg` that satisfies its recipe."""
+    wanted = recipe.legs[leg]
+    fields = {
+        "tokens": wanted.tokens,
+        "mismatches": 0,
+        "max_abs": 0.0,
+        "streams": ("a" * 64, "a" * 64),
+        "hazards": dict.fromkeys(wanted.hazards, 2),
+        "control": evidence.control(wanted.control, 100, 90, 0.05),
+        "command": f"samebits prove {recipe.case} --leg {leg}",
+    }
+    return evidence.comparison(leg, name, "left equals right", **(fields | changes))
+
+
+@pytest.fixture
+def make_row():
+    return row
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch) -> recipes.Recipe:
+    """qwen3-tiny with its contract; its trees are pinned to `TREES`."""
+    folder = tmp_path / "cases" / "qwen3-tiny"
+    folder.mkdir(parents=True)
+    source = recipes.find("qwen3-tiny").parent
+    shutil.copy(source / "recipe.yaml", folder)
+    contract = copy.deepcopy(Contract.load(source).data)
+    for entry in contract["composition"]:  # stand on one small file, not on every kernel
+        entry["modules"] = ["samebits.plan"]
+        entry["content_hash"] = current.source_hash(["samebits.plan"])
+    from samebits.contract.build import seal
+
+    (folder / "contract.json").write_bytes(seal(contract).raw)
+    monkeypatch.setattr(current, "trees", lambda recipe: dict(TREES))
+    return recipes.load(folder)
+
+
+@pytest.fixture
+def run(recipe):
+    """Builds a statement of a run; arguments replace those of a good run."""
+
+    def build(**changes):
+        fields = {
+            "comparisons": [row(leg, "all", recipe) for leg in recipe.legs],
+            "limits": ["one CPU model"],
+            "happenstance": WHEN,
+            "seeds": {"capsule": 1},
+        }
+        return evidence.build(recipe, Contract.load(recipe.folder), **(fields | changes))
+
+    return build
+
+
+@pytest.fixture
+def good(run):
+    return run()
+
+
+@pytest.fixture
+def forge(good, tmp_path):
+    """Writes a changed copy of a good statement; `honest_digest` recomputes its integrity."""
+
+    def change(edit, *, honest_digest: bool = True):
+        data = copy.deepcopy(good.data)
+        edit(data)
+        if honest_digest:
+            data["predicate"]["integrity"] = integrity(data)
+        path = tmp_path / "cases" / "qwen3-tiny" / "forged.json"
+        path.write_bytes(canonical.encode(data))
+        return path
+
+    return change
