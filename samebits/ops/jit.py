@@ -60,7 +60,14 @@ def parallel_for(body: Callable[[int, int], None], total: int, grain: int = 1) -
     per = -(-total // workers)
     per = -(-per // grain) * grain
     spans = [(s, min(s + per, total)) for s in range(0, total, per)]
-    list(_executor(torch.get_num_threads()).map(lambda span: body(*span), spans))
+    pool = _executor(torch.get_num_threads())
+    others = [pool.submit(body, *span) for span in spans[1:]]
+    try:
+        body(*spans[0])  # the caller works too: it would only wait
+    finally:
+        concurrent.futures.wait(others)
+    for other in others:
+        other.result()
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray:

@@ -141,6 +141,25 @@ def dot_tile(rows: int, cols: int):
     return tile
 
 
+@intrinsic
+def widen_row(typingctx, source, source_at, target, target_at, steps):
+    """target[target_at + i] = source[source_at + i], i < steps * LANES; flat bf16 bits to fp32."""
+    signature = types.void(source, types.int64, target, types.int64, types.int64)
+
+    def codegen(context, builder, sig, args):
+        src, s0, dst, d0, count = args
+        source_data = _data(context, builder, sig.args[0], src)
+        target_data = _data(context, builder, sig.args[2], dst)
+        with cgutils.for_range(builder, count) as loop:
+            k = builder.mul(loop.index, _I64(LANES))
+            values = _load(builder, source_data, types.uint16, builder.add(s0, k), LANES)
+            at = builder.gep(target_data, [builder.add(d0, k)])
+            builder.store(values, builder.bitcast(at, _vec(LANES).as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
 def axpy_tile(rows: int, vectors: int):
     """A micro-kernel for `rows` x (`vectors` * 8) weighted row sums, each one fma chain.
 

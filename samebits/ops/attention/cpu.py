@@ -11,8 +11,8 @@ import torch
 
 from samebits.ops import jit
 from samebits.ops.jit import fma, kernel
-from samebits.ops.scalar import LANES, exp32, widen
-from samebits.ops.vector import axpy_tile, dot_tile, store
+from samebits.ops.scalar import LANES, exp32
+from samebits.ops.vector import axpy_tile, dot_tile, store, widen_row
 
 PARTITION = 256  # keys per leaf, by absolute position
 ROWS = 48  # most query rows (tokens x heads of one key head) that share one pass over the keys
@@ -115,8 +115,7 @@ def _attend(
         for i in range(rows):
             token, h = begin + token0 + i // group, head * group + i % group
             source = token * q_token + h * q_head
-            for d in range(size):
-                qs[i * size + d] = widen(q[source + d])
+            widen_row(q, source, qs, i * size, size // LANES)
         reach = position0 + tokens  # keys visible to the last row
         for origin in range(0, reach, PARTITION):
             keys = min(PARTITION, reach - origin)
@@ -125,10 +124,8 @@ def _attend(
                 page, slot = position // block, position % block
                 at_k = base_k[request, page] + slot * k_row + head * k_head
                 at_v = base_v[request, page] + slot * v_row + head * v_head
-                for d in range(size):
-                    ks[j * size + d] = widen(k[at_k + d])
-                for d in range(size):
-                    vs[j * size + d] = widen(v[at_v + d])
+                widen_row(k, at_k, ks, j * size, size // LANES)
+                widen_row(v, at_v, vs, j * size, size // LANES)
             skip = max(0, origin - position0) * group  # rows that end before this partition
             for i in range(skip, rows):
                 limits[i] = min(keys, position0 + i // group + 1 - origin)
@@ -202,7 +199,7 @@ def attend(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Causal attention of q [T, H, D] into out [T, H, D], bf16 (or fp32, unrounded), keys found through base offsets.
+    """Causal attention of q [T, H, D] into out [T, H, D], bf16, or fp32 before that rounding.
 
     Key `position` of a request lies at base[request, position // block] + position % block * row
     + head * head stride, counted in elements from the first element of k (of v).

@@ -12,11 +12,12 @@ import torch
 from samebits.ops import jit
 from samebits.ops.jit import kernel
 from samebits.ops.scalar import LANES, widen
-from samebits.ops.vector import dot_tile, store
+from samebits.ops.vector import dot_tile, store, widen_row
 
 COLS = 3  # outputs of a full tile along N
 ROW_BLOCK = 64  # rows of x handled per visit of a weight block
 SCRATCH_FLOATS = 64 * 1024  # widened weights of one block: half of a 512 KiB second-level cache
+SPAN_PRODUCTS = 1 << 20  # below this (about 0.05 ms) a second thread costs more than it saves
 DIRECT_ROWS = 4  # up to this many rows, widening weights on the fly is cheaper
 
 _tile_1x1 = dot_tile(1, 1)
@@ -70,10 +71,10 @@ def _columns(
                 source = (nb + j) * w_stride
                 for g in range(leaves):
                     target = (j * leaves + g) * padded
-                    for k in range(leaf):
-                        scratch[target + k] = widen(w[source + g * leaf + k])
-                    for k in range(leaf, padded):
-                        scratch[target + k] = np.float32(0.0)
+                    at = source + g * leaf
+                    widen_row(w, at, scratch, target, leaf // LANES)
+                    for k in range(leaf // LANES * LANES, padded):
+                        scratch[target + k] = widen(w[at + k]) if k < leaf else np.float32(0.0)
         for mb in range(0, rows, ROW_BLOCK):
             tall = min(ROW_BLOCK, rows - mb)
             for g in range(leaves):
@@ -129,7 +130,10 @@ def matmul(x: torch.Tensor, w: torch.Tensor, leaves: int, dtype: torch.dtype) ->
             leaves, leaf, padded, direct, block, outs, width, start, stop,
         )  # fmt: skip
 
-    jit.parallel_for(body, width, grain=block)
+    if rows * length * width < 2 * SPAN_PRODUCTS:
+        body(0, width)
+    else:
+        jit.parallel_for(body, width, grain=block)
     return out
 
 
@@ -137,5 +141,5 @@ def to_bf16(x: torch.Tensor) -> torch.Tensor:
     """Round fp32 to bf16 with the rounding of the kernels."""
     out = torch.empty(x.shape, dtype=torch.bfloat16)
     source, target = x.contiguous().view(-1).numpy(), jit.as_numpy(out).reshape(-1)
-    jit.parallel_for(lambda a, b: _round(source, target, a, b), target.size, grain=4096)
+    jit.parallel_for(lambda a, b: _round(source, target, a, b), target.size, grain=1 << 16)
     return out
