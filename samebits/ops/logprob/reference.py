@@ -14,10 +14,10 @@ Root = tuple[torch.Tensor, torch.Tensor]
 def leaf(x: torch.Tensor) -> Root:
     """(m, s) of one leaf: x fp32 [M, n] without NaN."""
     m = x.amax(dim=1)
+    weights = torch.where(m == -torch.inf, 0, reference_exp32(x - m[:, None]).t())
     lanes = [torch.zeros(x.shape[0]) for _ in range(LANES)]
-    for j in range(x.shape[1]):
-        weight = reference_exp32(x[:, j] - m)
-        lanes[j % LANES] = lanes[j % LANES] + torch.where(m == -torch.inf, 0, weight)
+    for j, weight in enumerate(weights):
+        lanes[j % LANES] = lanes[j % LANES] + weight
     return m, ReductionPlan.fold(lanes)
 
 
