@@ -93,9 +93,10 @@ def _check_parallel(vllm_config: VllmConfig, model) -> None:
             _refuse("SB0507", f"{name}={getattr(parallel, name)}", f"{name}=1")
     size = parallel.tensor_parallel_size
     text = model.hf_text_config
-    leaves = runtime.contract().plan("gemm.row").leaves
+    contract = runtime.contract()
+    contract.check_tp("rollout", size)
     for count, what in (
-        (leaves, "leaves of the reduction plan"),
+        (contract.plan("gemm.row").leaves, "leaves of the reduction plan"),
         (text.num_attention_heads, "attention heads"),
         (text.num_key_value_heads, "key-value heads"),
     ):

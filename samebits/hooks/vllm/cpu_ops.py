@@ -16,7 +16,7 @@ _library: torch.library.Library | None = None  # a Library unregisters its opera
 
 
 def _extension_present() -> bool:
-    """True when a compiled `vllm/_C*.so` exists; it defines the same names and must not meet ours."""
+    """True when a compiled `vllm/_C*.so` exists: it defines the same names, and twice is fatal."""
     spec = importlib.util.find_spec("vllm")
     places = spec.submodule_search_locations if spec else None
     return any(next(Path(place).glob("_C*.so"), None) is not None for place in places or [])

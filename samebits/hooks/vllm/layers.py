@@ -1,4 +1,4 @@
-"""What the patched linear and embedding layers call. Shapes are vLLM's; the sums are `samebits.ops`.
+"""What the patched linear and embedding layers call: vLLM's shapes, sums of `samebits.ops`.
 
 Every function is reached only when `aligned()` is true, so that the switch off means upstream code.
 """
@@ -18,7 +18,7 @@ __all__ = ["aligned", "embed", "linear", "lm_head", "row_parallel"]
 
 @functools.cache
 def aligned() -> bool:
-    """True when this process computes with the aligned operators (asked once: a switch is not data)."""
+    """True when this process computes with the aligned operators; asked once per process."""
     return wanted() and runtime.aligned()
 
 
@@ -75,5 +75,5 @@ def embed(layer, ids: torch.Tensor) -> torch.Tensor:
     """ids [T] -> rows [T, H]; over ranks by selection, so that -0 stays -0."""
     from samebits.ops import embedding
 
-    start = layer.shard_indices.org_vocab_start_index
+    start = layer.shard_indices.padded_org_vocab_start_index
     return embedding.lookup(ids.long(), layer.weight, start=start, group=_group(layer.tp_size))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
@@ -21,7 +23,7 @@ class Loader(BaseModelLoader):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         from samebits.weights import sources
 
-        weights.load(model, sources.open_model(model_config.model))
+        weights.load(model, sources.open_model(Path(model_config.model)))
 
 
 def register() -> None:

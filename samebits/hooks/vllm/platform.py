@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class CpuPlatform(VllmCpuPlatform):
-    """Adds an attention backend, a worker and refusals; scheduler, KV cache and sampler are vLLM's."""
+    """Adds an attention backend, a worker and refusals; all else is vLLM's."""
 
     # torch.compile'd helpers stay eager: no C++ compiler is needed and nothing is fused.
     simple_compile_backend: str = "eager"

@@ -23,8 +23,8 @@ class RowDigests:
         from samebits.ops import logprob
 
         rows = self._rows.setdefault(request_id, {})
-        for offset, row in enumerate(logits.float()):
-            rows[first + offset] = bits.hex_digest(logprob.row_digest(row))
+        for offset, digest in enumerate(logprob.row_digest(logits.float())):
+            rows[first + offset] = bits.hex_digest(digest)
 
     def take(self) -> dict[str, dict[str, str]]:
         """Everything recorded so far, and forget it."""

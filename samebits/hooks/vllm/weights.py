@@ -121,5 +121,5 @@ def names(model: nn.Module) -> list[str]:
 
 
 def checksums(model: nn.Module, rank: int) -> dict[str, str]:
-    """Logical tensor -> hex checksum of this rank's part; add over ranks with `bits.add_digests`."""
+    """Logical tensor -> hex checksum of this rank's part (`bits.add_digests` sums ranks)."""
     return {shard.name: bits.hex_digest(shard.checksum()) for shard in shards(model, rank)}

@@ -1,17 +1,17 @@
 """Worker with the calls that gates and weight sync make: `LLM.collective_rpc("samebits_...")`.
 
-Every call returns {"ok": value} or {"error": [type, id, seen, required, hint]}, because vLLM passes
-an exception between its processes as text only.
+Every call returns {"ok": value} or {"refused": error fields}, because vLLM passes an exception
+between its processes as text only.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from samebits import runtime
+from samebits.engines import rollout_wire as wire
 from samebits.errors import SamebitsError
 
 
@@ -23,8 +23,7 @@ def _reply(method):
         try:
             return {"ok": method(self, *args, **kwargs)}
         except SamebitsError as error:
-            kind = type(error).__name__
-            return {"error": [kind, error.error_id, error.seen, error.required, error.hint]}
+            return {"refused": wire.encode(error)}
 
     return call
 
@@ -49,7 +48,7 @@ class Extension:
 
     @_reply
     def samebits_weight_checksums(self) -> dict[str, str]:
-        """This rank's part of every logical tensor, from the parameters that the model computes with."""
+        """This rank's part of every logical tensor, from the live parameters."""
         from samebits.hooks.vllm import weights
 
         return weights.checksums(self.model_runner.get_model(), self.rank)
@@ -69,9 +68,9 @@ class Extension:
         return _contract_digest()
 
     @_reply
-    def samebits_binding(self) -> str:
-        """What start-up checked, as JSON: known-answer probes of this process against the contract."""
-        return json.dumps(self.binding)
+    def samebits_binding(self) -> dict:
+        """Outcome of the known-answer probes at start; empty in the stock control."""
+        return self.binding
 
     @_reply
     def samebits_row_digests(self, on: bool) -> dict[str, dict[str, str]]:
@@ -98,6 +97,7 @@ def _contract_digest() -> str:
 class CpuWorker(Extension, CPUWorker):
     """vLLM's CPU worker that counts scheduler hazards and checks the contract before it loads."""
 
+    @wire.reporting()
     def init_device(self) -> None:
         from samebits.hooks.vllm.hazards import Hazards
         from samebits.hooks.vllm.runner import ModelRunner
@@ -107,13 +107,22 @@ class CpuWorker(Extension, CPUWorker):
         self.hazards = Hazards(self.cache_config.block_size)
         self.binding = _bind()
 
+    @wire.reporting()
+    def load_model(self, **kwargs) -> None:
+        super().load_model(**kwargs)
+
     def determine_available_memory(self) -> int:
         """The KV cache size that was asked for; without one, vLLM's own measurement."""
         return self.cache_config.kv_cache_memory_bytes or super().determine_available_memory()
 
+    @wire.reporting()
     def execute_model(self, scheduler_output):
         self.hazards.observe(scheduler_output)
         return super().execute_model(scheduler_output)
+
+    @wire.reporting()
+    def sample_tokens(self, grammar_output):
+        return super().sample_tokens(grammar_output)
 
 
 def _bind() -> dict:
@@ -121,4 +130,9 @@ def _bind() -> dict:
     if not runtime.aligned():
         return {}
     binding = runtime.contract().bind("rollout")
-    return {"admitted": binding.admitted, "answers": dict(binding.answers)}
+    return {
+        "status": binding.status,
+        "platform": binding.platform,
+        "description": dict(binding.description),
+        "answers": dict(binding.answers),
+    }

@@ -1,0 +1,283 @@
+"""Drives vLLM's V1 engine, patched, in processes of its own.
+
+    with RolloutEngine(RolloutSettings.of(recipe)) as engine:
+        completions = engine.generate([Request(prompt=(1, 2, 3), max_tokens=8, seed=0)])
+
+The caller's process imports no vLLM and its environment is not touched. The front-end process runs
+`vllm.LLM`; vLLM starts the engine core, and workers where there is more than one rank, from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samebits import bits, patching
+from samebits.engines import rollout_wire as wire
+from samebits.engines.rollout_wire import Completion, Request, Score
+from samebits.errors import Refused
+
+if TYPE_CHECKING:
+    from samebits.recipe import Recipe
+    from samebits.weights.transport import Manifest
+
+__all__ = ["Completion", "Request", "RolloutEngine", "RolloutSettings", "Score"]
+
+_START_SECONDS = 600
+_STOP_SECONDS = 30
+_LOG_LINES = 30
+
+# Variables of the caller that would reach into the engine.
+_PRIVATE = ("VLLM_", "SAMEBITS_", "OMP_", "KMP_", "GOMP_", "MKL_", "TORCH", "PYTORCH_", "NUMBA_")
+_DROPPED = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How to start an engine. `model` is a folder of `weights.sources`, `contract` a file.
+
+    kv_blocks    pages of the KV cache; few of them force preemption
+    arithmetic   `aligned`, or `stock` for the negative control
+    fault        name of a planted fault (negative controls only)
+    series       patch series of vLLM to run with
+    """
+
+    model: Path
+    contract: Path
+    series: str
+    tensor_parallel_size: int = 1
+    max_model_len: int = 512
+    max_num_batched_tokens: int = 256
+    max_num_seqs: int = 16
+    kv_blocks: int = 256
+    block_size: int = 16
+    prefix_caching: bool = True
+    seed: int = 0
+    arithmetic: str = "aligned"
+    fault: str | None = None
+    load_format: str = "samebits"
+    log_level: str = "ERROR"
+
+    @classmethod
+    def of(cls, recipe: Recipe, model: Path, **changes: Any) -> RolloutSettings:
+        """Settings of a model case, some of them changed."""
+        values = {"series": recipe.series["vllm"], "contract": recipe.contract_path}
+        return cls(model=model, **{**values, **recipe.engine, **changes})
+
+    def environment(self) -> dict[str, str]:
+        """Variables of the engine's processes: the caller's, without any that could reach in."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_PRIVATE) and name not in _DROPPED
+        }
+        threads = max(1, len(os.sched_getaffinity(0)) // self.tensor_parallel_size)
+        own = {
+            "PYTHONPATH": os.pathsep.join(str(p) for p in patching.python_paths(self.series)),
+            "SAMEBITS_CONTRACT": str(Path(self.contract).resolve()),
+            "SAMEBITS_ARITHMETIC": self.arithmetic,
+            "VLLM_PLUGINS": "samebits",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_LOGGING_LEVEL": self.log_level,
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if self.fault:
+            own["SAMEBITS_FAULT"] = self.fault
+        return kept | own
+
+
+class RolloutEngine:
+    """A running engine. Not thread-safe: one call at a time.
+
+    Every method raises the `SamebitsError` that the engine raised, wherever it was raised, and
+    Refused SB0512 when a process of the engine ended.
+    """
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        self.settings = settings
+        self._log = tempfile.TemporaryFile("w+b", prefix="samebits-rollout-")  # noqa: SIM115
+        started = time.monotonic()
+        self._say(f"starting vLLM ({settings.arithmetic}, {settings.tensor_parallel_size} rank(s))")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "samebits.engines.rollout_server", str(theirs.fileno())],
+                env=settings.environment(),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,  # one group to end, and no Ctrl-C from the terminal
+            )
+        self._pipe = Connection(ours.detach())
+        try:
+            self._call("start", {**asdict(settings), "model": str(settings.model)})
+        except BaseException:
+            self._end()
+            raise
+        self._say(f"vLLM ready after {time.monotonic() - started:.1f} s")
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample every request at temperature 1, all submitted at once, in the given order."""
+        return self._call("generate", list(requests))
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Score]:
+        """Log-probabilities of given tokens, computed as prompts (the prefill path)."""
+        return self._call("score", [list(tokens) for tokens in sequences])
+
+    def sync_weights(self, manifest: Manifest) -> dict[str, Any]:
+        """Load a transfer of `weights.transport.send`, drop cached state, and check what is live.
+
+        The engine verifies contract digest, step, names and checksums before it copies anything.
+        Afterwards the checksums of the live parameters, summed over ranks, are compared with the
+        manifest's (Refused SB0705), and the prefix cache is reset (Refused SB0515 when vLLM
+        declines), so that no completion after this reports cached tokens of older weights.
+        Returns {tensors, checksums}.
+        """
+        counts = self._rpc("samebits_load_weights", manifest.to_json(), manifest.step)
+        self.reset_prefix_cache()
+        live = self.weight_checksums()
+        for name, expected in manifest.checksums().items():
+            if live.get(name) != expected:
+                raise Refused(
+                    "SB0705",
+                    seen=f"live `{name}` with checksum {bits.hex_digest(live.get(name, 0))}",
+                    required=f"checksum {bits.hex_digest(expected)} (step {manifest.step})",
+                    hint="samebits explain SB0705",
+                )
+        return {"tensors": counts[0], "checksums": live}
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block (Refused SB0515 when vLLM declines)."""
+        self._call("reset_prefix_cache")
+
+    def weight_checksums(self) -> dict[str, int]:
+        """Logical tensor -> checksum of the live parameters, summed over ranks."""
+        total: dict[str, int] = {}
+        for part in self._rpc("samebits_weight_checksums"):
+            for name, value in part.items():
+                total[name] = bits.add_digests(total.get(name, 0), int(value, 16))
+        return total
+
+    def contract_digest(self) -> str:
+        """Digest of the contract bytes that every rank loaded (Refused SB0514 when they differ)."""
+        return self._same("samebits_contract_digest")
+
+    def binding(self) -> dict[str, Any]:
+        """Outcome of the known-answer probes at start, the same on every rank."""
+        return self._same("samebits_binding")
+
+    def served(self, reset: bool = False) -> dict[str, int]:
+        """Rows that each region computed, on rank 0 (every rank computes every row)."""
+        return self._rpc("samebits_served", reset)[0]
+
+    def stats(self, reset: bool = False) -> dict[str, Any]:
+        """Hazards that fired, counted from the scheduler's outputs (`hooks.vllm.hazards`)."""
+        return self._rpc("samebits_hazards", reset)[0]
+
+    def row_digests(self, on: bool) -> dict[str, dict[int, int]]:
+        """Switch digests of whole logit rows on or off; returns and clears what was recorded.
+
+        Request id -> {index of the token that the row predicts -> 128-bit digest}.
+        """
+        rows = self._rpc("samebits_row_digests", on)[0]
+        return {
+            request: {int(index): int(digest, 16) for index, digest in found.items()}
+            for request, found in rows.items()
+        }
+
+    def close(self) -> None:
+        """Stop all processes of the engine; safe to call twice."""
+        if self._process.poll() is None:
+            with contextlib.suppress(OSError, EOFError):
+                self._pipe.send(("stop",))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS)
+        self._end()
+
+    def __enter__(self) -> RolloutEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- plumbing -------------------------------------------------------------------------------
+
+    def _same(self, method: str) -> Any:
+        found = self._rpc(method)
+        if any(other != found[0] for other in found):
+            raise Refused(
+                "SB0514",
+                seen=f"{method} gives {len({str(f) for f in found})} answers",
+                required="one answer on every rank",
+                hint="samebits explain SB0514",
+            )
+        return found[0]
+
+    def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """Call every worker; returns one value per rank."""
+        return self._call("rpc", method, arguments)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            self._pipe.send((name, *arguments))
+            limit = _START_SECONDS if name == "start" else None
+            if not self._pipe.poll(limit):
+                raise EOFError
+            kind, value = self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._ended() from None
+        if kind == "ok":
+            return value
+        if kind == "refused":
+            raise wire.decode(value)
+        raise wire.find(self._output()) or self._ended(value)
+
+    def _output(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def _ended(self, problem: str = "") -> Exception:
+        """Why the engine is gone: the error that a process of it reported, or its last lines."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        output = self._output()
+        lines = [line for line in output.splitlines() if line.strip()][-_LOG_LINES:]
+        status = self._process.poll()
+        return wire.find(output) or Refused(
+            "SB0512",
+            seen="\n            ".join([problem.strip() or f"exit status {status}", *lines]),
+            required="a running vLLM process",
+            hint="samebits doctor",
+        )
+
+    def _end(self) -> None:
+        """End what is left of the process group that this engine started."""
+        self._pipe.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"rollout: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,147 @@
+"""The process that runs `vllm.LLM` for a `RolloutEngine`.
+
+`python -m samebits.engines.rollout_server FD` reads (name, arguments...) from the inherited socket
+and answers ("ok", value), ("refused", error fields) or ("failed", text). Everything printed goes
+to the driver's log.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from samebits.engines import rollout_wire as wire
+from samebits.engines.rollout_wire import Completion, Request, Score
+from samebits.errors import Refused, SamebitsError
+
+
+class Server:
+    """One method per call of the driver."""
+
+    def start(self, settings: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._count = 0
+        self._llm = LLM(
+            model=settings["model"],
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="bfloat16",
+            load_format=settings["load_format"],
+            tensor_parallel_size=settings["tensor_parallel_size"],
+            max_model_len=settings["max_model_len"],
+            max_num_batched_tokens=settings["max_num_batched_tokens"],
+            max_num_seqs=settings["max_num_seqs"],
+            block_size=settings["block_size"],
+            num_gpu_blocks_override=settings["kv_blocks"],
+            kv_cache_memory_bytes=_cache_bytes(settings),
+            enable_prefix_caching=settings["prefix_caching"],
+            enable_chunked_prefill=True,
+            seed=settings["seed"],
+            disable_log_stats=True,
+        )
+
+    def generate(self, requests: list[Request]) -> list[Completion]:
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                seed=request.seed,
+                max_tokens=request.max_tokens,
+                ignore_eos=request.ignore_eos,
+                logprobs=0,
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        outputs = self._run([list(request.prompt) for request in requests], params)
+        return [self._completion(output) for output in outputs]
+
+    def score(self, sequences: list[list[int]]) -> list[Score]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self._run(sequences, params)
+        return [
+            Score(
+                wire.bits_of(
+                    [
+                        entry[token].logprob
+                        for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+                    ]
+                ),
+                output.request_id,
+            )
+            for tokens, output in zip(sequences, outputs, strict=True)
+        ]
+
+    def reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise Refused(
+                "SB0515",
+                seen="vLLM kept its prefix cache",
+                required="no request in flight when the cache is reset",
+                hint="samebits explain SB0515",
+            )
+
+    def rpc(self, method: str, arguments: tuple) -> list[Any]:
+        values = []
+        for reply in self._llm.collective_rpc(method, args=arguments):
+            if "refused" in reply:
+                raise wire.decode(reply["refused"])
+            values.append(reply["ok"])
+        return values
+
+    def _run(self, prompts: list[list[int]], params) -> list[Any]:
+        return self._llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+        )
+
+    @staticmethod
+    def _completion(output) -> Completion:
+        best = output.outputs[0]
+        tokens = tuple(best.token_ids)
+        values = [entry[token].logprob for token, entry in zip(tokens, best.logprobs, strict=True)]
+        return Completion(
+            tokens,
+            wire.bits_of(values),
+            output.num_cached_tokens or 0,
+            str(best.finish_reason),
+            output.request_id,
+        )
+
+
+def _cache_bytes(settings: dict[str, Any]) -> int:
+    """Bytes of one rank's KV cache: two bf16 tensors per layer."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings["model"])
+    heads = config.num_key_value_heads // settings["tensor_parallel_size"] or 1
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    slots = settings["kv_blocks"] * settings["block_size"]
+    return 2 * 2 * slots * heads * size * config.num_hidden_layers
+
+
+def serve(pipe: Connection) -> None:
+    """Answer calls until the driver says stop or is gone."""
+    server = Server()
+    while True:
+        try:
+            name, *arguments = pipe.recv()
+        except EOFError:
+            return
+        if name == "stop":
+            return
+        try:
+            pipe.send(("ok", getattr(server, name)(*arguments)))
+        except SamebitsError as error:
+            pipe.send(("refused", wire.encode(error)))
+        except Exception:
+            pipe.send(("failed", traceback.format_exc(limit=-3)))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
