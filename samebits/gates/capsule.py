@@ -13,6 +13,8 @@ from pathlib import Path
 
 # Requests of `synthetic` that stand for one corner each; random ones follow.
 CORNERS = 11
+# Positions of the two identical prompts with different seeds.
+TWINS = (6, 7)
 
 
 @dataclass(frozen=True)

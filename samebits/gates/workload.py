@@ -17,7 +17,7 @@ _LOW = (1 << 64) - 1
 
 
 def main(recipe: Recipe, count: int, max_tokens: int, budget: int) -> list[capsule.Request]:
-    """Requests of the measured arm: the scheduler's corners, real prompts where the case has them."""
+    """Requests of the measured arm: the scheduler's corners, then real prompts if there are any."""
     requests = capsule.synthetic(
         vocabulary=recipe.config["vocab_size"],
         block_size=recipe.engine["block_size"],

@@ -1,0 +1,397 @@
+"""`samebits prove CASE`: run every leg of a case with its controls, and write the evidence."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from samebits import evidence
+from samebits import recipe as recipes
+from samebits.contract import Contract
+from samebits.evidence.statement import Statement
+from samebits.gates import capsule, oracle, rl, stages, workload
+from samebits.gates.run import Run, Stage
+from samebits.gates.streams import Counts, Stream, compare
+from samebits.recipe import Recipe
+
+LIMITS = (
+    "Equality holds on one platform, engine against engine on the same kind of chip; nothing is "
+    "claimed across platforms.",
+    "Temperature 1, top-p 1, no penalties, no logits processors; other sampling is refused.",
+    "Tensor parallelism only; pipeline, context, expert and sequence parallelism are refused.",
+    "verl's algorithm functions, metrics and data structures run; its trainer loop does not.",
+    "CPU arithmetic: kernels for GPUs are not part of this statement.",
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a run computes. `quick` is for continuous integration and is never recorded."""
+
+    requests: int = 32
+    response: int = 32
+    alone: int = 12
+    control_requests: int = 12
+    control_response: int = 24
+    rl_steps: int | None = None
+
+    @classmethod
+    def quick(cls) -> Size:
+        return cls(14, 8, 4, 4, 8, 2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a proving run leaves: the statement, where it was written, the stages behind it."""
+
+    statement: Statement
+    path: Path
+    stages: Mapping[str, Stage]
+    run: Run
+
+
+def open_run(case: str, size: Size) -> Run:
+    """Recipe, contract and model of a case; everything missing is prepared or refused."""
+    from samebits.weights import sources
+
+    recipe = recipes.load(case)
+    contract = Contract.load(recipe.contract_path)
+    model = sources.prepare(recipe)
+    return Run(recipe, contract, model, {k: v for k, v in asdict(size).items() if v is not None})
+
+
+def prove(case: str, *, quick: bool = False, record: bool = False) -> Outcome:
+    """Run all legs of the recipe. `record` writes to the case folder, otherwise to `build/runs`."""
+    size = Size.quick() if quick else Size()
+    run = open_run(case, size)
+    started = _now()
+    done = _stages(run, size)
+    comparisons, oracles, rl_record = _judge(run, done)
+    target = _relaxed(run.recipe, comparisons, oracles) if quick else run.recipe
+    statement = evidence.build(
+        target,
+        run.contract,
+        limits=LIMITS,
+        happenstance={"started": started, "finished": _now(), "host": platform.machine()},
+        comparisons=comparisons,
+        oracles=oracles,
+        rl=rl_record,
+        intent=_intent(run),
+        seeds={"capsule": 11, "control": 13, **_rl_seed(run.recipe)},
+        not_covered=["CUDA", "sequence, pipeline, context and expert parallelism"],
+    )
+    path = run.recipe.evidence_path if record else run.folder / run.recipe.evidence_path.name
+    statement = evidence.write(statement, path)
+    return Outcome(statement, path, done, run)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _rl_seed(recipe: Recipe) -> dict[str, int]:
+    return {"rl": recipe.rl["seed"]} if recipe.rl else {}
+
+
+def _intent(run: Run) -> dict[str, str]:
+    from samebits import env
+
+    return env.intent()
+
+
+def _relaxed(recipe: Recipe, comparisons, oracles) -> Recipe:
+    """The recipe of a quick run: the same legs and hazards, fewer tokens and RL steps."""
+    legs = {}
+    for name, leg in recipe.data["legs"].items():
+        found = sum(r["tokens"] for r in [*comparisons, *oracles] if r["leg"] == name)
+        legs[name] = {**leg, "tokens": max(1, min(leg["tokens"], found))}
+    data = {**recipe.data, "legs": legs}
+    if "rl" in data:
+        data["rl"] = {**data["rl"], "steps": Size.quick().rl_steps}
+    return replace(recipe, data=data)
+
+
+# --- stages -------------------------------------------------------------------------------------
+
+
+def _stages(run: Run, size: Size) -> dict[str, Stage]:
+    """Run what the recipe's legs need, in an order that finds a broken setup early."""
+    legs = run.recipe.legs
+    requests = workload.main(
+        run.recipe, size.requests, size.response, stages.STRESS["max_num_batched_tokens"]
+    )
+    capsule.write(requests, run.folder / "capsule.json")
+    controls = workload.control(run.recipe, size.control_requests, size.control_response)
+    done: dict[str, Stage] = {}
+
+    def add(name: str, work: Callable[[], Stage]) -> Stage:
+        done[name] = run.stage(name, work)
+        return done[name]
+
+    stress = add("rollout_stress", lambda: stages.rollout_stress(run, requests))
+    whole = stress.facts["sequences"]
+    stock = add("stock_rollout", lambda: stages.rollout_control(run, controls, arithmetic="stock"))
+    own = stock.facts["sequences"]
+    add("rollout_plain", lambda: stages.rollout_plain(run, requests, whole, own, size.alone))
+    add(
+        "trainer",
+        lambda: stages.trainer_score(run, whole, layouts=("padded", "packed")),
+    )
+    add(
+        "stock_trainer",
+        lambda: stages.trainer_score(run, own, base=workload.CONTROL_BASE, arithmetic="stock"),
+    )
+    if _silent(stock.streams["alone"], stock.streams["batch"]) or _silent(
+        stock.streams["decode"], stock.streams["batch"]
+    ):
+        add(
+            "planted_rollout",
+            lambda: stages.rollout_control(
+                run, controls, arithmetic="aligned", fault="k_cut_by_rows"
+            ),
+        )
+    if "O" in legs:
+        add("oracle", lambda: stages.fp32_oracle(run, own))
+        add(
+            "planted_rope",
+            lambda: stages.rollout_score(
+                run, own, base=workload.CONTROL_BASE, fault="rope_base_doubled"
+            ),
+        )
+    if "D" in legs:
+        _layout_stages(run, whole, add)
+    if run.recipe.rl is not None:
+        steps = size.rl_steps or run.recipe.rl["steps"]
+        add("rl_aligned", lambda: rl.run_rl(run, steps=steps, arithmetic="aligned"))
+        add("rl_stock", lambda: rl.run_rl(run, steps=steps, arithmetic="stock"))
+    return done
+
+
+def _layout_stages(run: Run, whole: Sequence[Sequence[int]], add) -> None:
+    for tp in run.recipe.rollout_tp:
+        add(f"rollout_tp{tp}", lambda tp=tp: stages.rollout_score(run, whole, base=0, tp=tp))
+    for tp in run.recipe.trainer_tp:
+        add(f"trainer_tp{tp}", lambda tp=tp: stages.trainer_score(run, whole, tp=tp))
+    largest = max(run.recipe.trainer_tp)
+    add(
+        "planted_ranks",
+        lambda: stages.trainer_score(run, whole, tp=largest, fault="rank_order_sum"),
+    )
+
+
+def _silent(left: Stream, right: Stream) -> bool:
+    """True when a stock arm happens to agree with itself, so that it cannot serve as a control."""
+    return compare(left, right).mismatches == 0
+
+
+# --- legs ---------------------------------------------------------------------------------------
+
+
+class _Book:
+    """Collects comparison records; every one names the command that repeats it."""
+
+    def __init__(self, case: str):
+        self.command = f"samebits prove {case}"
+        self.records: list[dict[str, Any]] = []
+
+    def add(self, leg: str, name: str, sentence: str, counts: Counts, **fields) -> None:
+        values = counts.values
+        self.records.append(
+            evidence.comparison(
+                leg,
+                name,
+                sentence,
+                tokens=counts.tokens,
+                mismatches=counts.mismatches,
+                streams=(counts.left_digest, counts.right_digest),
+                max_abs=None if values is None else values.max_abs,
+                first=None if counts.first is None else asdict(counts.first),
+                command=self.command,
+                **fields,
+            )
+        )
+
+
+def _control(name: str, counts: Counts) -> dict[str, Any]:
+    largest = None if counts.values is None else counts.values.max_abs
+    return evidence.control(name, counts.tokens, counts.mismatches, largest)
+
+
+def _judge(run: Run, done: Mapping[str, Stage]):
+    """Comparison, oracle and RL records of everything that ran."""
+    legs = run.recipe.legs
+    book = _Book(run.recipe.case)
+    _leg_a(book, done)
+    _leg_b(book, done)
+    _leg_c(book, done)
+    if "D" in legs:
+        _leg_d(book, run, done)
+    rl_record = None
+    if "rl_aligned" in done:
+        _leg_e(book, done)
+        rl_record = _rl_record(run, done)
+    if "F" in legs:
+        _leg_f(book, run, done)
+    oracles = [_leg_o(book, done)] if "O" in legs else []
+    return book.records, oracles, rl_record
+
+
+def _self_control(done: Mapping[str, Stage], left: str, right: str) -> dict[str, Any]:
+    """Stock against itself, or the planted fault where stock happens to agree with itself."""
+    counts = compare(done["stock_rollout"].streams[left], done["stock_rollout"].streams[right])
+    if counts.mismatches or "planted_rollout" not in done:
+        return _control("stock", counts)
+    planted = done["planted_rollout"].streams
+    return _control("k_cut_by_rows", compare(planted[left], planted[right]))
+
+
+def _leg_a(book: _Book, done: Mapping[str, Stage]) -> None:
+    plain = done["rollout_plain"]
+    sizes = plain.facts["batch_hazards"]["batch_sizes"]
+    alone = plain.facts["alone_hazards"]["batch_sizes"]
+    hazards = {"batch_1": alone.get("1", 0), "batch_16": sizes.get("16", 0)}
+    book.add(
+        "A",
+        "prefill alone, prefill in a batch",
+        "A row computed alone equals the row in a batch.",
+        compare(plain.streams["alone"], plain.streams["batch"]),
+        hazards=hazards,
+        control=_self_control(done, "alone", "batch"),
+    )
+    book.add(
+        "A",
+        "decode alone, decode in mixed batches",
+        "A request decoded alone equals the request decoded among others, split and preempted.",
+        compare(plain.streams["decode_alone"], done["rollout_stress"].streams["decode"]),
+        hazards=hazards,
+    )
+
+
+def _leg_b(book: _Book, done: Mapping[str, Stage]) -> None:
+    fired = done["rollout_stress"].facts["hazards"]
+    twins = _twins(done)
+    book.add(
+        "B",
+        "decode, prefill",
+        "Decode under splits, prefix hits and preemption equals prefill of the same tokens.",
+        compare(done["rollout_stress"].streams["decode"], done["rollout_plain"].streams["batch"]),
+        hazards={
+            "split_mid_prompt": fired["split_mid_prompt"],
+            "mixed_batch": fired["mixed_steps"],
+            "prefix_hit": fired["prefix_hit_requests"],
+            "preempted": fired.get("resumed", 0),
+            "one_token_prompt": fired["one_token_prompts"],
+            "exact_block_prompt": fired["exact_block_prompts"],
+            "same_prompt_two_seeds": twins,
+        },
+        control=_self_control(done, "decode", "batch"),
+    )
+
+
+def _twins(done: Mapping[str, Stage]) -> int:
+    """Pairs of requests with one prompt and two seeds whose responses differ."""
+    first, second = (done["rollout_stress"].facts["sequences"][i] for i in capsule.TWINS)
+    return int(first != second)
+
+
+def _leg_c(book: _Book, done: Mapping[str, Stage]) -> None:
+    prefill, trainer = done["rollout_plain"].streams["batch"], done["trainer"].streams
+    count = len(done["rollout_stress"].facts["sequences"])
+    stock = compare(done["stock_trainer"].streams["padded"], done["stock_rollout"].streams["batch"])
+    for layout in ("padded", "packed"):
+        book.add(
+            "C",
+            f"trainer {layout}, prefill",
+            f"The trainer's score of a {layout} batch equals the rollout's prefill.",
+            compare(trainer[layout], prefill),
+            hazards={layout: count},
+            control=_control("stock", stock) if layout == "padded" else None,
+        )
+
+
+def _leg_d(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
+    largest = max(run.recipe.trainer_tp)
+    planted = compare(done["planted_ranks"].streams["padded"], done["rollout_tp1"].streams["score"])
+    for trainer_tp in run.recipe.trainer_tp:
+        for rollout_tp in run.recipe.rollout_tp:
+            last = (trainer_tp, rollout_tp) == (largest, 1)
+            book.add(
+                "D",
+                f"trainer TP{trainer_tp}, rollout TP{rollout_tp}",
+                f"The trainer on {trainer_tp} rank(s) equals the rollout on {rollout_tp}.",
+                compare(
+                    done[f"trainer_tp{trainer_tp}"].streams["padded"],
+                    done[f"rollout_tp{rollout_tp}"].streams["score"],
+                ),
+                layouts=(f"tp{trainer_tp}", f"tp{rollout_tp}"),
+                hazards={
+                    "trainer_tp2": int(trainer_tp == 2),
+                    "rollout_tp2": int(rollout_tp == 2),
+                },
+                control=_control("rank_order_sum", planted) if last else None,
+            )
+
+
+def _leg_e(book: _Book, done: Mapping[str, Stage]) -> None:
+    steps = done["rl_aligned"].facts["steps"]
+    late = steps[1:]
+    book.add(
+        "E",
+        "rollout, trainer after optimizer steps and refits",
+        "After each optimizer step and refit the rollout still equals the trainer.",
+        rl.as_counts(done["rl_aligned"]),
+        hazards={
+            "optimizer_step": sum(step["grad_norm"] > 0 for step in steps[:-1]),
+            "refit": len(late),
+            "prefix_cache_invalidated": sum(step["cache_invalidated"] for step in late),
+        },
+        control=_control("stock", rl.as_counts(done["rl_stock"])),
+    )
+
+
+def _leg_f(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
+    trainer, stock = done["trainer"].streams, done["stock_trainer"].streams["padded"]
+    columns = {"whole_row": run.recipe.config["vocab_size"]}
+    control = _control("stock", compare(stock, done["stock_rollout"].streams["batch"], "row"))
+    for name, left, layout in (
+        ("decode rows, trainer rows", done["rollout_stress"].streams["decode"], "padded"),
+        ("prefill rows, packed trainer rows", done["rollout_plain"].streams["batch"], "packed"),
+    ):
+        book.add(
+            "F",
+            name,
+            "The digest of the whole logit row, not only the sampled token, is equal.",
+            compare(left, trainer[layout], "row"),
+            hazards=columns,
+            control=control,
+        )
+
+
+def _leg_o(book: _Book, done: Mapping[str, Stage]) -> dict[str, Any]:
+    reference = done["oracle"].streams["oracle"]
+    tokens, *aligned = oracle.distance(done["rollout_plain"].streams["extra"], reference)
+    _, *stock = oracle.distance(done["stock_rollout"].streams["batch"], reference)
+    planted, mean, _ = oracle.distance(done["planted_rope"].streams["score"], reference)
+    return evidence.oracle(
+        "prefill, fp32 Hugging Face model",
+        "The aligned arm is no further from an fp32 oracle than the stock arm.",
+        tokens=tokens,
+        aligned=(aligned[0], aligned[1]),
+        stock=(stock[0], stock[1]),
+        control=("rope_base_doubled", planted, mean),
+        command=book.command,
+    )
+
+
+def _rl_record(run: Run, done: Mapping[str, Stage]) -> dict[str, Any]:
+    arms = {}
+    for arm in ("aligned", "stock"):
+        arms[arm] = [
+            evidence.rl_step(step["step"], step, step["reward"])
+            for step in done[f"rl_{arm}"].facts["steps"]
+        ]
+    return evidence.rl(arms["aligned"], arms["stock"], f"samebits rl {run.recipe.case}")
