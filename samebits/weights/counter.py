@@ -65,7 +65,7 @@ def scale_of(name: str, shape: Sequence[int], *, tied: bool, entropy_nats: float
     if re.search(r"_proj\.bias$", name) and len(shape) == 1:
         return _BIAS
     if name == "lm_head.weight" or (name == "model.embed_tokens.weight" and tied):
-        return _head(*shape, entropy_nats)
+        return _head(shape[0], shape[1], entropy_nats)
     if name == "model.embed_tokens.weight":
         return Scale.deviation(1.0)
     if re.search(r"\.(q|k|v|o|gate|up|down)_proj\.weight$", name) and len(shape) == 2:
