@@ -39,11 +39,16 @@ def tokenizer_of(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+def path(recipe: Recipe) -> Path:
+    """The prompt file of a case; a case without one is proved on synthetic prompts."""
+    return recipe.folder / "prompts.jsonl"
+
+
 def load(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
     """All prompts of a case, in file order. Raises Refused SB1007 for a missing or broken file."""
-    path = recipe.folder / "prompts.jsonl"
+    file = path(recipe)
     try:
-        header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+        header, *rows = [json.loads(line) for line in file.read_text().splitlines()]
         if "generator" not in header or "seed" not in header:
             raise ValueError("line 1 does not name its generator and seed")
         for number, row in enumerate(rows, start=2):
@@ -54,9 +59,9 @@ def load(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
     except (OSError, ValueError, TypeError) as problem:
         raise Refused(
             "SB1007",
-            seen=f"{path.name} of {recipe.case}: {problem}",
+            seen=f"{file.name} of {recipe.case}: {problem}",
             required="a header line, then one prompt a line",
-            hint=f"git checkout -- {path}",
+            hint=f"git checkout -- {file}",
         ) from None
     return [
         Prompt(encode(row["question"], tokenizer), row["answer"], row["task"], row["question"])

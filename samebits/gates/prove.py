@@ -122,10 +122,10 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
     """Run what the recipe's legs need, in an order that finds a broken setup early."""
     legs = run.recipe.legs
     requests = workload.main(
-        run.recipe, size.requests, size.response, stages.STRESS["max_num_batched_tokens"]
+        run.recipe, run.model, size.requests, size.response, stages.STRESS["max_num_batched_tokens"]
     )
     capsule.write(requests, run.folder / "capsule.json")
-    controls = workload.control(run.recipe, size.control_requests, size.control_response)
+    controls = workload.control(run.recipe, run.model, size.control_requests, size.control_response)
     done: dict[str, Stage] = {}
 
     def add(name: str, work: Callable[[], Stage]) -> Stage:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from samebits import mismatch, patching
+from samebits import mismatch, patching, prompts
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.rollout_wire import Completion, Request
 from samebits.engines.trainer import OptimizerSettings
@@ -79,9 +79,7 @@ def _use_patched_verl(run: Run) -> None:
 
 def _tasks(run: Run, settings, steps: int) -> list[list[Any]]:
     """Prompts of every step; the first is the same in all of them."""
-    from samebits import prompts
-
-    found = prompts.load(run.recipe)
+    found = prompts.load(run.recipe, prompts.tokenizer_of(run.model))
     each = settings["prompts_per_step"] - 1
     rest = found[1:]
     return [
@@ -113,8 +111,6 @@ def _agree(engine: RolloutEngine, trainer, arithmetic: str) -> None:
 
 
 def _step(run, engine, trainer, tasks, settings, step: int, streams) -> dict[str, Any]:
-    from samebits import prompts
-
     samples = settings["samples_per_prompt"]
     requests = [
         Request(task.ids, settings["max_tokens"], seed=_seed(settings, step, t, s))
@@ -131,9 +127,10 @@ def _step(run, engine, trainer, tasks, settings, step: int, streams) -> dict[str
         key, start = step * 1000 + index, len(request.prompt)
         streams["rollout"].add(key, start, done.tokens, done.logprob_bits)
         streams["trainer"].add(key, start, done.tokens, logprobs)
-    reward = prompts.scorer(run.recipe, run.model)
+    tokenizer = prompts.tokenizer_of(run.model)
     rewards = [
-        reward(tasks[index // samples], done.tokens) for index, done in enumerate(completions)
+        prompts.reward(tasks[index // samples], done.tokens, tokenizer)
+        for index, done in enumerate(completions)
     ]
     metrics, advantages = _verl(completions, old, rewards, samples)
     result = trainer.train_step(_batch(requests, whole, scores.logprobs, advantages), policy.loss)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from samebits import prompts
 from samebits.engines.rollout_wire import Completion, Request, Score
 from samebits.gates import capsule
 from samebits.gates.streams import Stream
@@ -16,7 +18,9 @@ CONTROL_BASE = 10_000
 _LOW = (1 << 64) - 1
 
 
-def main(recipe: Recipe, count: int, max_tokens: int, budget: int) -> list[capsule.Request]:
+def main(
+    recipe: Recipe, model: Path, count: int, max_tokens: int, budget: int
+) -> list[capsule.Request]:
     """Requests of the measured arm: the scheduler's corners, then real prompts if there are any."""
     requests = capsule.synthetic(
         vocabulary=recipe.config["vocab_size"],
@@ -27,7 +31,7 @@ def main(recipe: Recipe, count: int, max_tokens: int, budget: int) -> list[capsu
         count=count,
         seed=11,
     )
-    for index, ids in enumerate(_prompts(recipe, count)):
+    for index, ids in enumerate(_prompts(recipe, model, count)):
         slot = count - 1 - index
         if slot < capsule.CORNERS:
             break
@@ -35,7 +39,7 @@ def main(recipe: Recipe, count: int, max_tokens: int, budget: int) -> list[capsu
     return requests
 
 
-def control(recipe: Recipe, count: int, max_tokens: int) -> list[capsule.Request]:
+def control(recipe: Recipe, model: Path, count: int, max_tokens: int) -> list[capsule.Request]:
     """Requests of the negative controls: short, because stock operators may be slow."""
     requests = capsule.synthetic(
         vocabulary=recipe.config["vocab_size"],
@@ -46,15 +50,16 @@ def control(recipe: Recipe, count: int, max_tokens: int) -> list[capsule.Request
         count=capsule.CORNERS + count,
         seed=13,
     )[capsule.CORNERS :]
-    for index, ids in enumerate(_prompts(recipe, count)[: count // 2]):
+    for index, ids in enumerate(_prompts(recipe, model, count // 2)):
         requests[index] = capsule.Request(tuple(ids), 13_000 + index, max_tokens, "prompt")
     return requests
 
 
-def _prompts(recipe: Recipe, count: int) -> list[Sequence[int]]:
-    from samebits import prompts
-
-    return [prompt.ids for prompt in prompts.load(recipe)[:count]] if prompts.has(recipe) else []
+def _prompts(recipe: Recipe, model: Path, count: int) -> list[Sequence[int]]:
+    """Token ids of real prompts; none for a case that has no prompt file."""
+    if not prompts.path(recipe).exists():
+        return []
+    return [prompt.ids for prompt in prompts.load(recipe, prompts.tokenizer_of(model))[:count]]
 
 
 def to_engine(requests: Sequence[capsule.Request]) -> list[Request]:

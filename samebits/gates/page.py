@@ -1,0 +1,133 @@
+"""The report page of a proving run: tables from the statement, plots from its streams."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from samebits import report
+from samebits.evidence.statement import Statement
+from samebits.gates.run import Stage
+from samebits.gates.streams import Stream
+
+_SENTENCES = {
+    "EQUAL": "every compared log-probability has one bit pattern on both sides",
+    "DIFFERENT": "rollout and trainer differ",
+    "NOT_OBSERVED": "no difference was seen, but the claim was not fully exercised",
+}
+
+
+def sentence(statement: Statement) -> str:
+    """One sentence with the verdict, the tokens behind it and what the controls did."""
+    rows = [*statement.predicate["comparisons"]]
+    tokens = sum(row["tokens"] for row in rows)
+    wrong = sum(row["mismatches"] for row in rows)
+    controls = [row["control"] for row in rows if row["control"]]
+    diverged = sum(control["mismatches"] > 0 for control in controls)
+    return (
+        f"{statement.case}: {statement.verdict}, {wrong:,} mismatches in {tokens:,} comparisons of "
+        f"{len(rows)} pairs; {diverged} of {len(controls)} negative controls diverged"
+    )
+
+
+def _shown(record: Mapping[str, str] | None) -> str:
+    if record is None:
+        return "-"
+    value = float(record["decimal"])
+    return "0" if value == 0 else f"{value:.3g}"
+
+
+def _legs(predicate: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for record in predicate["comparisons"]:
+        control = record["control"]
+        rows.append(
+            {
+                "name": record["leg"],
+                "sentence": f"{record['sentence']} ({record['name']})",
+                "tokens": record["tokens"],
+                "mismatches": record["mismatches"],
+                "max_abs": _shown(record["max_abs"]),
+                "control": "-" if control is None else control["name"],
+                "control_tokens": 0 if control is None else control["tokens"],
+                "control_mismatches": 0 if control is None else control["mismatches"],
+                "hazards": record["hazards"],
+            }
+        )
+    return rows
+
+
+def _differences(rollout: Stream, trainer: Stream) -> list[float]:
+    left = rollout.columns()["bits"].view(np.float32).astype(np.float64)
+    right = trainer.columns()["bits"].view(np.float32).astype(np.float64)
+    return np.abs(left - right).tolist()
+
+
+def _plots(done: Mapping[str, Stage], steps: Mapping[str, Any]) -> list[dict[str, str]]:
+    from samebits.report import plots
+
+    aligned, stock = done["rl_aligned"].streams, done["rl_stock"].streams
+
+    def series(arm: str, name: str) -> list[float]:
+        return [float(step[name]["decimal"]) for step in steps[arm]]
+
+    return [
+        {
+            "uri": plots.difference_per_step(
+                series("aligned", "max_abs"), series("stock", "max_abs")
+            ),
+            "caption": "Largest |dlogp| between rollout and trainer, per RL step",
+        },
+        {
+            "uri": plots.difference_histogram(
+                {
+                    "aligned": _differences(aligned["rollout"], aligned["trainer"]),
+                    "stock": _differences(stock["rollout"], stock["trainer"]),
+                }
+            ),
+            "caption": "All response tokens of the run by |dlogp|",
+        },
+        {
+            "uri": plots.reward_curve(series("aligned", "reward"), series("stock", "reward")),
+            "caption": "Mean reward per RL step",
+        },
+    ]
+
+
+def render(statement: Statement, done: Mapping[str, Stage], chip: str) -> str:
+    """HTML of a run."""
+    predicate = statement.predicate
+    steps = predicate["rl"]
+    rows = []
+    for arm in ("aligned", "stock") if steps else ():
+        for step in steps[arm]:
+            numbers = {k: _shown(v) for k, v in step.items() if isinstance(v, dict)}
+            rows.append({**step, **numbers, "arm": arm})
+    happened = predicate["environment"]["happenstance"]
+    return report.render(
+        {
+            "case": statement.case,
+            "verdict": statement.verdict,
+            "sentence": _SENTENCES[statement.verdict],
+            "started": happened["started"],
+            "finished": happened["finished"],
+            "chip": chip,
+            "contract": predicate["parameters"]["contract"]["identity"],
+            "legs": _legs(predicate),
+            "plots": _plots(done, steps) if steps else [],
+            "steps": rows,
+            "limits": predicate["limits"],
+        }
+    )
+
+
+def write(statement: Statement, done: Mapping[str, Stage], chip: str, path: Path) -> Path:
+    """Write `report.html` atomically and return its path."""
+    draft = path.with_suffix(".part")
+    draft.write_text(render(statement, done, chip))
+    os.replace(draft, path)
+    return path
