@@ -115,7 +115,8 @@ def test_thread_count_and_block_cut_do_not_matter(rows, monkeypatch):
     finally:
         torch.set_num_threads(before)
     monkeypatch.setattr(cpu, "DIRECT_ROWS", 0)
-    monkeypatch.setattr(cpu, "SCRATCH_FLOATS", 700)
+    monkeypatch.setattr(cpu, "X_FLOATS", 700)
+    monkeypatch.setattr(cpu, "W_FLOATS", 1700)
     outs += [gemm.lm_head(x, w), gemm.row_parallel(x, w, ReductionPlan(2))]
     assert all(same(out, outs[i % 2]) for i, out in enumerate(outs))
 

@@ -31,7 +31,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -
     """
     _check(x, w, bias)
     registry.count_served("gemm.column", _rows(x))
-    y = _Matmul.apply(x, w, 1, torch.bfloat16)
+    y = _matmul(x, w, 1, torch.bfloat16)
     return y if bias is None else y + bias
 
 
@@ -39,7 +39,7 @@ def lm_head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """As `linear`, but returns the fp32 accumulator [..., N] without rounding."""
     _check(x, w, None)
     registry.count_served("gemm.lm_head", _rows(x))
-    return _Matmul.apply(x, w, 1, torch.float32)
+    return _matmul(x, w, 1, torch.float32)
 
 
 def row_parallel(
@@ -63,37 +63,35 @@ def row_parallel(
     local.cuts(x.shape[-1])
     registry.count_served("gemm.row", _rows(x))
     if size == 1:
-        return _Matmul.apply(x, w, local.leaves, torch.bfloat16)
-    return _RowParallel.apply(x, w, local.leaves, group)
+        return _matmul(x, w, local.leaves, torch.bfloat16)
+    return _Matmul.apply(x, w, local.leaves, torch.bfloat16, group)
+
+
+def _matmul(x, w, leaves, dtype):
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+        return _Matmul.apply(x, w, leaves, dtype, None)
+    return cpu.matmul(x, w, leaves, dtype)
+
+
+def _over_ranks(x, w, leaves, group):
+    mine = cpu.matmul(x, w, leaves, torch.float32)
+    roots = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(roots, mine, group=group)
+    return cpu.to_bf16(ReductionPlan.fold(roots))
 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, leaves, dtype):
+    def forward(ctx, x, w, leaves, dtype, group):
         ctx.save_for_backward(x, w)
-        out = cpu.matmul(x.reshape(-1, x.shape[-1]), w, leaves, dtype)
-        return out.view(*x.shape[:-1], w.shape[0])
+        if group is not None:
+            return _over_ranks(x, w, leaves, group)
+        return cpu.matmul(x, w, leaves, dtype)
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        return *_gradients(grad, x, w, ctx.needs_input_grad), None, None
-
-
-class _RowParallel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, leaves, group):
-        ctx.save_for_backward(x, w)
-        mine = cpu.matmul(x.reshape(-1, x.shape[-1]), w, leaves, torch.float32)
-        roots = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(roots, mine, group=group)
-        out = cpu.to_bf16(ReductionPlan.fold(roots))
-        return out.view(*x.shape[:-1], w.shape[0])
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return *_gradients(grad, x, w, ctx.needs_input_grad), None, None
+        return *_gradients(grad, x, w, ctx.needs_input_grad), None, None, None
 
 
 def _gradients(grad, x, w, needed):

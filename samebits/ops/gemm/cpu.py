@@ -15,8 +15,8 @@ from samebits.ops.scalar import LANES, widen
 from samebits.ops.vector import dot_tile, store, widen_row
 
 COLS = 3  # outputs of a full tile along N
-ROW_BLOCK = 64  # rows of x handled per visit of a weight block
-SCRATCH_FLOATS = 64 * 1024  # widened weights of one block: half of a 512 KiB second-level cache
+X_FLOATS = 16 * 1024  # widened rows of x, and
+W_FLOATS = 96 * 1024  # of w, handled at a time: together under a 512 KiB second-level cache
 SPAN_PRODUCTS = 1 << 20  # below this (about 0.05 ms) a second thread costs more than it saves
 DIRECT_ROWS = 4  # up to this many rows, widening weights on the fly is cheaper
 
@@ -53,53 +53,60 @@ def _tiles(x, x_at, x_stride, rows, w, w_at, w_stride, cols, steps, out, out_at,
 
 
 @kernel
-def _columns(
-    x, x_stride, rows, w, w_stride, leaves, leaf, padded, direct, block, out, out_stride, n0, n1
-):
-    """Columns [n0, n1) of the folded sum of `leaves` leaves; out is flat, bf16 bits or fp32.
+def _widen(source, at, row_stride, rows, leaves, leaf, padded, target):
+    """Rows of bf16 bits to fp32, leaf by leaf, each padded with +0 to `padded` terms."""
+    whole = leaf // LANES * LANES
+    for i in range(rows):
+        for g in range(leaves):
+            a, b = at + i * row_stride + g * leaf, (i * leaves + g) * padded
+            widen_row(source, a, target, b, leaf // LANES)
+            for k in range(whole, padded):
+                target[b + k] = widen(source[a + k]) if k < leaf else np.float32(0.0)
 
-    x is flat fp32, leaf by leaf padded with +0 to `padded` terms; w is flat bf16 bits.
+
+@kernel
+def _fold_leaves(sums, leaves, part):
+    """sums holds `leaves` parts of equal length; the first becomes the root of the leaf tree."""
+    while leaves > 1:
+        leaves //= 2
+        for g in range(leaves):
+            for i in range(part):
+                sums[g * part + i] = sums[2 * g * part + i] + sums[(2 * g + 1) * part + i]
+
+
+@kernel
+def _columns(x, rows, w, length, leaves, padded, direct, tall, wide, out, out_stride, n0, n1):
+    """Columns [n0, n1) of the folded sum of `leaves` leaves.
+
+    x and w are flat bf16 bits, rows of `length`; out is flat, bf16 bits or fp32. `tall` rows and
+    `wide` columns are handled at a time; `direct`: w is widened inside the tiles.
     """
+    leaf = length // leaves
+    stride = leaves * padded
     steps = padded // LANES
-    part = ROW_BLOCK * block
-    scratch = np.empty(1 if direct else block * leaves * padded, np.float32)
+    part = tall * wide
+    xs = np.empty(tall * stride, np.float32)
+    ws = np.empty(1 if direct else wide * stride, np.float32)
     sums = np.empty(leaves * part, np.float32)
-    for nb in range(n0, n1, block):
-        cols = min(block, n1 - nb)
+    for nb in range(n0, n1, wide):
+        cols = min(wide, n1 - nb)
         if not direct:
-            for j in range(cols):
-                source = (nb + j) * w_stride
-                for g in range(leaves):
-                    target = (j * leaves + g) * padded
-                    at = source + g * leaf
-                    widen_row(w, at, scratch, target, leaf // LANES)
-                    for k in range(leaf // LANES * LANES, padded):
-                        scratch[target + k] = widen(w[at + k]) if k < leaf else np.float32(0.0)
-        for mb in range(0, rows, ROW_BLOCK):
-            tall = min(ROW_BLOCK, rows - mb)
+            _widen(w, nb * length, length, cols, leaves, leaf, padded, ws)
+        for mb in range(0, rows, tall):
+            count = min(tall, rows - mb)
+            if nb == n0 or rows > tall:
+                _widen(x, mb * length, length, count, leaves, leaf, padded, xs)
             for g in range(leaves):
-                at = mb * x_stride + g * padded
+                at = g * padded
                 if direct:
-                    _tiles(
-                        x, at, x_stride, tall,
-                        w, nb * w_stride + g * leaf, w_stride, cols,
-                        steps, sums, g * part, block,
-                    )  # fmt: skip
+                    wa = nb * length + g * leaf
+                    _tiles(xs, at, stride, count, w, wa, length, cols, steps, sums, g * part, wide)
                 else:
-                    _tiles(
-                        x, at, x_stride, tall,
-                        scratch, g * padded, leaves * padded, cols,
-                        steps, sums, g * part, block,
-                    )  # fmt: skip
-            width = leaves
-            while width > 1:
-                width //= 2
-                for g in range(width):
-                    for i in range(part):
-                        sums[g * part + i] = sums[2 * g * part + i] + sums[(2 * g + 1) * part + i]
-            for i in range(tall):
+                    _tiles(xs, at, stride, count, ws, at, stride, cols, steps, sums, g * part, wide)
+            _fold_leaves(sums, leaves, part)
+            for i in range(count):
                 for j in range(cols):
-                    store(out, (mb + i) * out_stride + nb + j, sums[i * block + j])
+                    store(out, (mb + i) * out_stride + nb + j, sums[i * wide + j])
 
 
 @kernel
@@ -109,31 +116,26 @@ def _round(x, out, start, stop):
 
 
 def matmul(x: torch.Tensor, w: torch.Tensor, leaves: int, dtype: torch.dtype) -> torch.Tensor:
-    """x [M, K] bf16, w [N, K] bf16 contiguous -> [M, N] bf16 or fp32: root of the leaf tree."""
-    (rows, length), width = x.shape, w.shape[0]
-    out = torch.empty(rows, width, dtype=dtype)
-    if rows == 0 or width == 0:
+    """x [..., K] bf16, w [N, K] bf16 contiguous -> [..., N] bf16 or fp32: root of the leaf tree."""
+    width, length = w.shape
+    out = torch.empty(*x.shape[:-1], width, dtype=dtype)
+    if out.numel() == 0:
         return out
-    leaf = length // leaves
-    padded = -(-leaf // LANES) * LANES
-    wide = x.float().view(rows, leaves, leaf)
-    if padded != leaf:
-        wide = torch.nn.functional.pad(wide, (0, padded - leaf))
-    wide = wide.contiguous()
-    direct = rows <= DIRECT_ROWS and padded == leaf
-    block = max(COLS, min(96, SCRATCH_FLOATS // (leaves * padded)) // COLS * COLS)
-    xs, ws, outs = wide.view(-1).numpy(), jit.as_numpy(w).reshape(-1), jit.as_numpy(out).reshape(-1)
+    rows = x.numel() // length
+    padded = -(-(length // leaves) // LANES) * LANES
+    stride = leaves * padded
+    direct = rows <= DIRECT_ROWS and stride == length
+    tall = min(rows, max(2, min(64, X_FLOATS // stride) // 2 * 2))
+    wide = max(COLS, min(96, W_FLOATS // stride) // COLS * COLS)
+    xs, ws, outs = (jit.as_numpy(t).reshape(-1) for t in (x.contiguous(), w, out))
 
     def body(start: int, stop: int) -> None:
-        _columns(
-            xs, leaves * padded, rows, ws, length,
-            leaves, leaf, padded, direct, block, outs, width, start, stop,
-        )  # fmt: skip
+        _columns(xs, rows, ws, length, leaves, padded, direct, tall, wide, outs, width, start, stop)
 
     if rows * length * width < 2 * SPAN_PRODUCTS:
         body(0, width)
     else:
-        jit.parallel_for(body, width, grain=block)
+        jit.parallel_for(body, width, grain=wide)
     return out
 
 
