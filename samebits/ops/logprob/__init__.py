@@ -10,6 +10,8 @@ logp(t) = (x_t - m) - log32(s). A row sees only itself, and a rank owns whole le
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -38,13 +40,12 @@ def _vocabulary(logits: torch.Tensor, vocab: int | None, columns: int) -> int:
 
 
 def _require_distribution(roots: torch.Tensor) -> None:
-    m, s = roots[:, 0], roots[:, 1]
-    bad = ~((s > 0) & torch.isfinite(m))
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
+    row = cpu.first_bad(roots)
+    if row >= 0:
+        m, total = roots[row].tolist()
         raise Refused(
             "SB0430",
-            seen=f"row {row} of the logits has largest entry {float(m[row])}, sum {float(s[row])}",
+            seen=f"row {row} of the logits has largest entry {m} and sum {total}",
             required="finite logits or -inf, at least one finite, in every row",
             hint="samebits explain SB0430",
         )
@@ -75,31 +76,49 @@ def log_softmax(
     return cpu.log_probs(logits, roots, vocab)
 
 
-class _Selected(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, cuts, group, ranks, start, width):
-        local = targets - start
-        owned = (local >= 0) & (local < width)
-        chosen = logits.gather(1, torch.where(owned, local, 0)[:, None])[:, 0]
-        mine = torch.cat([cpu.fold(cpu.leaves(logits, cuts)), chosen[:, None]], dim=1)
-        parts = [mine]
-        if ranks > 1:
-            parts = [torch.empty_like(mine) for _ in range(ranks)]
-            dist.all_gather(parts, mine, group=group)
+@dataclass(frozen=True)
+class _Shard:
+    """What one rank holds: leaf bounds, first vocabulary column, true columns, and its group."""
+
+    cuts: list[tuple[int, int]]
+    start: int
+    width: int
+    ranks: int
+    group: dist.ProcessGroup | None
+
+
+def _select(
+    logits: torch.Tensor, targets: torch.Tensor, shard: _Shard
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [M] of the targets, and the roots (m, s) [M, 2]."""
+    roots = cpu.fold(cpu.leaves(logits, shard.cuts))
+    x = cpu.choose(logits, targets, shard.start, shard.width)
+    if shard.ranks > 1:
+        mine = torch.cat([roots, x[:, None]], dim=1)
+        parts = [torch.empty_like(mine) for _ in range(shard.ranks)]
+        dist.all_gather(parts, mine, group=shard.group)
         gathered = torch.stack(parts, dim=1)
         roots = cpu.fold(gathered[:, :, :2].contiguous())
-        _require_distribution(roots)
-        owner = torch.div(targets, width, rounding_mode="floor") if ranks > 1 else targets * 0
-        x = gathered[:, :, 2].gather(1, owner[:, None])[:, 0]
-        ctx.save_for_backward(logits, roots, torch.where(owned, local, -1))
-        ctx.width = width
-        return cpu.finish(x, roots)
+        owner = torch.div(targets, shard.width, rounding_mode="floor")
+        x = gathered[:, :, 2].gather(1, owner[:, None])[:, 0].contiguous()
+    _require_distribution(roots)
+    return cpu.finish(x, roots), roots
+
+
+class _Selected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, shard):
+        out, roots = _select(logits, targets, shard)
+        ctx.save_for_backward(logits, targets, roots)
+        ctx.shard = shard
+        return out
 
     @staticmethod
     def backward(ctx, grad):
-        logits, roots, local = ctx.saved_tensors
-        dlogits = cpu.backward(logits, roots, local, grad.float().contiguous(), ctx.width)
-        return dlogits, None, None, None, None, None, None
+        logits, targets, roots = ctx.saved_tensors
+        grad = grad.float().contiguous()
+        shard = ctx.shard
+        return cpu.backward(logits, roots, targets, grad, shard.start, shard.width), None, None
 
 
 def selected(
@@ -149,7 +168,11 @@ def selected(
                 hint="samebits explain SB0432",
             )
     registry.count_served("logprob", logits.shape[0])
-    return _Selected.apply(logits, targets, local_plan.cuts(width), group, ranks, start, width)
+    shard = _Shard(local_plan.cuts(width), start, width, ranks, group)
+    targets = targets.contiguous()
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return _Selected.apply(logits, targets, shard)
+    return _select(logits, targets, shard)[0]
 
 
 def scale(logits: torch.Tensor, temperature: float, processed: bool = False) -> torch.Tensor:
@@ -187,7 +210,11 @@ def _probe() -> int:
     logits[1, :100] = -torch.inf
     roots = cpu.fold(cpu.leaves(logits, ReductionPlan(8).cuts(8 * 43)))
     whole = cpu.log_probs(logits, roots, 8 * 43)
-    return mixsum(np.concatenate([whole.numpy().ravel(), cpu.finish(logits[:, 7], roots).numpy()]))
+    return mixsum(
+        np.concatenate(
+            [whole.numpy().ravel(), cpu.finish(logits[:, 7].contiguous(), roots).numpy()]
+        )
+    )
 
 
 registry.register(

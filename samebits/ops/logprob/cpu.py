@@ -105,7 +105,23 @@ def finish_kernel(x, roots, out):
 
 
 @kernel
-def selected_bwd_kernel(logits, roots, local, grad, width, out, start, stop):
+def choose_kernel(logits, targets, first, width, out):
+    for i in range(targets.size):
+        at = targets[i] - first
+        out[i] = logits[i, at] if 0 <= at < width else _ZERO
+
+
+@kernel
+def first_bad_kernel(roots):
+    for i in range(roots.shape[0]):
+        m, s = roots[i, 0], roots[i, 1]
+        if not (s > _ZERO and _LOW < m < -_LOW):
+            return i
+    return -1
+
+
+@kernel
+def selected_bwd_kernel(logits, roots, targets, grad, first, width, out, start, stop):
     for i in range(start, stop):
         m, inverse, g = roots[i, 0], _ONE / roots[i, 1], grad[i]
         x, d = logits[i], out[i]
@@ -113,8 +129,9 @@ def selected_bwd_kernel(logits, roots, local, grad, width, out, start, stop):
             d[j] = -g * (exp32(x[j] - m) * inverse)
         for j in range(width, d.size):
             d[j] = _ZERO
-        if local[i] >= 0:
-            d[local[i]] = d[local[i]] + g
+        at = targets[i] - first
+        if 0 <= at < width:
+            d[at] = d[at] + g
 
 
 @kernel
@@ -145,10 +162,22 @@ def fold(parts: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def choose(logits: torch.Tensor, targets: torch.Tensor, first: int, width: int) -> torch.Tensor:
+    """Logit of each target [M], +0 where another rank owns it; column 0 is entry `first`."""
+    out = torch.empty(targets.shape[0])
+    choose_kernel(logits.detach().numpy(), targets.numpy(), first, width, out.numpy())
+    return out
+
+
+def first_bad(roots: torch.Tensor) -> int:
+    """The first row whose (m, s) is no distribution: NaN, infinite, or nothing left; else -1."""
+    return int(first_bad_kernel(roots.numpy()))
+
+
 def finish(x: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
     """Target logits [M] and roots [M, 2] -> log-probabilities [M]."""
     out = torch.empty(x.shape[0])
-    finish_kernel(x.detach().contiguous().numpy(), roots.numpy(), out.numpy())
+    finish_kernel(x.numpy(), roots.numpy(), out.numpy())
     return out
 
 
@@ -162,18 +191,17 @@ def log_probs(logits: torch.Tensor, roots: torch.Tensor, vocab: int) -> torch.Te
 
 
 def backward(
-    logits: torch.Tensor, roots: torch.Tensor, local: torch.Tensor, grad: torch.Tensor, width: int
+    logits: torch.Tensor,
+    roots: torch.Tensor,
+    targets: torch.Tensor,
+    grad: torch.Tensor,
+    first: int,
+    width: int,
 ) -> torch.Tensor:
-    """Gradient of the logits: grad * (onehot - softmax); `local` is -1 where another rank owns."""
+    """Gradient of the logits: grad * (onehot - softmax); column 0 is vocabulary entry `first`."""
     out = torch.empty_like(logits)
-    args = (
-        logits.detach().numpy(),
-        roots.numpy(),
-        local.numpy(),
-        grad.detach().numpy(),
-        width,
-        out.numpy(),
-    )
+    inputs = (t.detach().numpy() for t in (logits, roots, targets, grad))
+    args = (*inputs, first, width, out.numpy())
     columns = logits.shape[1]
     parallel_for(lambda a, b: selected_bwd_kernel(*args, a, b), logits.shape[0], _grain(columns))
     return out
