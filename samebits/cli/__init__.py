@@ -1,0 +1,117 @@
+"""The `samebits` command: its verbs, loaded when used, and its exit codes.
+
+    0 equal or done          2 bad input or refused       4 internal error
+    1 different              3 not observed or stale      130 interrupted
+
+Data goes to stdout, messages and progress to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from samebits import __version__
+
+EXIT_INTERNAL = 4
+EXIT_INTERRUPTED = 130
+
+# verb -> (module with an `app`, one line of help); a module may hold several verbs.
+VERBS = {
+    "patch": ("patch", "Build, check, export and compare the patch series."),
+    "contract": ("contract", "Build, show, compare and admit a case's contract."),
+    "prove": ("prove", "Run the gates of a case and write its evidence."),
+    "verify": ("evidence", "Recompute the verdict of recorded evidence."),
+    "rl": ("rl", "Run a short RL loop and count mismatched log-probabilities."),
+    "case": ("case", "List the model cases and their status; start a new one."),
+    "bench": ("bench", "Run the benchmarks, or show the recorded rows."),
+    "measure": ("measure", "Say how far your own rollout and trainer log-probabilities are apart."),
+    "doctor": ("doctor", "Check this machine before a job."),
+    "explain": ("evidence", "Say what an error id means."),
+    "env": ("env", "Print what decides bits on this machine."),
+}
+
+# Usage errors: the base that typer's public `BadParameter` shares with all of them.
+_UsageProblem: Any = typer.BadParameter.__mro__[2]
+
+
+class _Verbs(TyperGroup):
+    """Lists stubs, so that `--help` imports no verb; loads a verb's module when it is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, _load(name) if name else None, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            code = super().invoke(ctx)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # the reader of our output left, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _load(verb: str) -> Any:
+    module = importlib.import_module(f"samebits.cli.{VERBS[verb][0]}")
+    group = typer.main.get_group(module.app)
+    commands = group.commands
+    if len(commands) == 1 and module.app.registered_callback is None:
+        return next(iter(commands.values()))
+    return commands.get(verb, group)
+
+
+def _print_version(_ctx: Any, _param: Any, value: bool) -> None:
+    if value:
+        typer.echo(f"samebits {__version__}")
+        raise typer.Exit
+
+
+def _group() -> _Verbs:
+    app = typer.Typer(cls=_Verbs, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+
+    @app.callback()
+    def root(
+        version: bool = typer.Option(
+            False, "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ) -> None:
+        pass
+
+    group = typer.main.get_group(app)
+    for verb, (_, text) in VERBS.items():
+        group.add_command(TyperCommand(verb, help=text), verb)
+    return group  # type: ignore[return-value]
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command line; returns the exit code."""
+    from samebits.errors import SamebitsError
+
+    try:
+        code = _group().main(args=list(args), prog_name="samebits", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except SamebitsError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except _UsageProblem as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        traceback.print_exception(type(error), error, error.__traceback__, limit=-4)
+        print("\nhint: samebits env --json  # and report it with the lines above", file=sys.stderr)
+        return EXIT_INTERNAL
+
+
+def main() -> NoReturn:
+    sys.exit(run(sys.argv[1:]))
