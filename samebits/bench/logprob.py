@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from samebits.bench.timing import require_bits, row
@@ -10,6 +12,10 @@ from samebits.ops.logprob import reference
 from samebits.plan import ReductionPlan
 
 VOCAB = 49152  # SmolLM2's
+
+
+def _native(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(x, dim=-1).gather(1, targets[:, None])
 
 
 def rows() -> list[dict]:
@@ -25,8 +31,8 @@ def rows() -> list[dict]:
         table.append(
             row(
                 f"log_softmax {count}x{VOCAB} fp32",
-                lambda x=x: logprob.log_softmax(x, plan),
-                lambda x=x: torch.log_softmax(x, dim=-1),
+                partial(logprob.log_softmax, x, plan),
+                partial(torch.log_softmax, x, dim=-1),
                 "torch.log_softmax",
                 repeats=repeats,
             )
@@ -34,8 +40,8 @@ def rows() -> list[dict]:
         table.append(
             row(
                 f"selected {count}x{VOCAB} fp32",
-                lambda x=x, t=targets: logprob.selected(x, t, plan),
-                lambda x=x, t=targets: torch.log_softmax(x, dim=-1).gather(1, t[:, None]),
+                partial(logprob.selected, x, targets, plan),
+                partial(_native, x, targets),
                 "torch.log_softmax and gather",
                 repeats=repeats,
             )
@@ -43,8 +49,8 @@ def rows() -> list[dict]:
         table.append(
             row(
                 f"row_digest {count}x{VOCAB} fp32",
-                lambda x=x: logprob.row_digest(x),
-                lambda x=x: torch.log_softmax(x, dim=-1),
+                partial(logprob.row_digest, x),
+                partial(torch.log_softmax, x, dim=-1),
                 "torch.log_softmax (for scale)",
                 repeats=repeats,
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from samebits.bench.timing import require_bits, row
@@ -19,8 +21,8 @@ def rows() -> list[dict]:
         table.append(
             row(
                 f"rms_norm {'x'.join(map(str, shape))} bf16",
-                lambda x=x, w=w: rms_norm(x, w, 1e-5),
-                lambda x=x, w=w, n=n: torch.nn.functional.rms_norm(x, (n,), w, 1e-5),
+                partial(rms_norm, x, w, 1e-5),
+                partial(torch.nn.functional.rms_norm, x, (n,), w, 1e-5),
                 "torch.nn.functional.rms_norm",
             )
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from samebits.bench.timing import require_bits, row
@@ -25,8 +27,8 @@ def rows() -> list[dict]:
         cells.append(
             row(
                 f"rotary {count}x12x64 bf16",
-                lambda x=x, p=positions: rotary.apply(x, p, table),
-                lambda x=x, p=positions: _native(x, p, table),
+                partial(rotary.apply, x, positions, table),
+                partial(_native, x, positions, table),
                 "torch operators in fp32",
             )
         )

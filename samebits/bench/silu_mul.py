@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from samebits.bench.timing import require_bits, row
@@ -23,8 +25,8 @@ def rows() -> list[dict]:
         table.append(
             row(
                 f"silu_mul {count}x1536 bf16",
-                lambda x=x: silu_mul(x),
-                lambda x=x: _native(x),
+                partial(silu_mul, x),
+                partial(_native, x),
                 "torch silu(gate) * up",
             )
         )
