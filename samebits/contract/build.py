@@ -140,7 +140,7 @@ def build(
             )
     platforms[key] = {"description": description, "known_answers": answers}
     dims = dims_of(recipe.config, recipe.architecture)
-    return seal(
+    contract = seal(
         {
             "schema_version": 1,
             "model": {
@@ -167,6 +167,28 @@ def build(
             "platforms": platforms,
         }
     )
+    return _with_proof(contract, recipe)
+
+
+def _with_proof(contract: Contract, recipe: recipes.Recipe) -> Contract:
+    """Name the case's evidence in the topology claims, where it proves this very contract EQUAL."""
+    from samebits.evidence.statement import Statement
+    from samebits.evidence.verdict import EQUAL, judge_legs
+
+    if not recipe.evidence_path.is_file():
+        return contract
+    statement = Statement.load(recipe.evidence_path)
+    identity = statement.predicate["parameters"]["contract"]["identity"]
+    if statement.verdict != EQUAL or identity != contract.identity:
+        return contract
+    legs = judge_legs(statement.predicate)
+    claims = dict(contract.data["claims"])
+    claims["topology"] = {
+        axis: claim
+        | {"evidence": statement.digest if claim["sizes"] == [1] or "D" in legs else None}
+        for axis, claim in claims["topology"].items()
+    }
+    return seal(dict(contract.data) | {"claims": claims})
 
 
 def seal(data: dict[str, Any], path: Path | None = None) -> Contract:

@@ -56,6 +56,17 @@ def recipe(tmp_path, monkeypatch) -> recipes.Recipe:
 
 
 @pytest.fixture
+def fake_operators():
+    """One small operator for every region."""
+    from samebits.ops.registry import REGIONS, Implementation
+
+    return {
+        region: Implementation(region, f"{region}.cpu.1", "cpu", {}, ("samebits.plan",), lambda: 7)
+        for region in REGIONS
+    }
+
+
+@pytest.fixture
 def run(recipe):
     """Builds a statement of a run; arguments replace those of a good run."""
 

@@ -277,3 +277,26 @@ def test_explain_one_id_all_ids_and_an_unknown_id():
     rows = json.loads(run.invoke(app, ["explain", "--json"]).stdout)
     assert [row["id"] for row in rows] == sorted(row["id"] for row in rows)
     assert isinstance(run.invoke(app, ["explain", "SB9999"]).exception, Refused)
+
+
+def test_a_contract_names_the_evidence_that_proves_it(run, recipe, fake_operators):
+    from samebits.contract.build import build
+
+    bare = build(recipe, fake_operators)
+    assert {c["evidence"] for c in bare.data["claims"]["topology"].values()} == {None}
+    recipe.contract_path.write_bytes(bare.raw)
+    statement = evidence.write(run(), recipe.evidence_path)
+    proven = build(recipe, fake_operators)
+    assert {c["evidence"] for c in proven.data["claims"]["topology"].values()} == {statement.digest}
+    assert proven.identity == bare.identity
+    recipe.contract_path.write_bytes(proven.raw)
+    assert evidence.verify(recipe.folder).status == "EQUAL"
+
+
+def test_a_contract_does_not_name_evidence_that_is_not_equal(run, recipe, fake_operators):
+    from samebits.contract.build import build
+
+    recipe.contract_path.write_bytes(build(recipe, fake_operators).raw)
+    evidence.write(run(comparisons=[]), recipe.evidence_path)
+    again = build(recipe, fake_operators)
+    assert {c["evidence"] for c in again.data["claims"]["topology"].values()} == {None}
