@@ -1,0 +1,91 @@
+"""Small models, token sequences and a loss for the trainer's tests."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+import yaml
+
+from samebits import bits, recipe
+from samebits.contract import build
+from samebits.engines.trainer_batch import TrainBatch
+from samebits.engines.trainer_process import TrainerProcess
+from samebits.patching import tree_path
+from samebits.patching.workspace import Workspace
+from samebits.weights import sources
+
+HERE = Path(__file__).resolve().parent  # ranks import the loss function from here
+BASE = HERE.parents[1] / "cases" / "qwen3-tiny" / "recipe.yaml"
+VOCAB = 256
+QWEN3 = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB,
+}
+LLAMA = QWEN3 | {
+    "hidden_size": 192,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def make_case(folder: Path, architecture: str, config: dict) -> tuple[Path, Path]:
+    """Write a recipe, draw its weights and build its contract: (model folder, contract)."""
+    data = yaml.safe_load(BASE.read_text())
+    data["model"]["architecture"] = architecture
+    data["model"]["config"] |= config
+    if architecture == "llama":
+        data["layouts"] = {"trainer_tp": [1], "rollout_tp": [1]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
+    loaded = recipe.load(folder)
+    model = sources.prepare(loaded, Workspace(folder))
+    build.write(build.build(loaded), folder / "contract.json")
+    return model, folder / "contract.json"
+
+
+@functools.cache
+def megatron_tree() -> Path:
+    return tree_path("megatron", "qwen3-tiny")
+
+
+def start(case: tuple[Path, Path], **options) -> TrainerProcess:
+    """A trainer on the patched tree with the case's weights loaded."""
+    model, contract = case
+    trainer = TrainerProcess(
+        model, **({"contract": contract, "python_paths": [megatron_tree(), HERE]} | options)
+    )
+    trainer.load(model)
+    return trainer
+
+
+def sequences(lengths=(1, 2, 7, 40, 17, 90), seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def train_batch(tokens: list[list[int]]) -> TrainBatch:
+    """Every target counts, except the first of each sequence (a prompt of two tokens)."""
+    ones = [torch.ones(len(s) - 1) for s in tokens]
+    mask = [(torch.arange(len(s) - 1) > 0).float() for s in tokens]
+    return TrainBatch(tokens, mask, ones, [torch.zeros_like(o) for o in ones])
+
+
+def mean_nll(logprobs, old_logprobs, advantages, mask):
+    """Negative mean log-probability of the masked targets; must be importable in a rank."""
+    loss = -(logprobs * mask).sum() / mask.sum()
+    return loss, {"counted": float(mask.sum())}
+
+
+def mismatches(left, right) -> int:
+    """Differing log-probabilities of two `Scores.logprobs` lists, by bit pattern."""
+    pairs = zip(left, right, strict=True)
+    return sum(bits.compare(a, b).mismatches for a, b in pairs if a.numel())
