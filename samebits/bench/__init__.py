@@ -1,0 +1,73 @@
+"""Benchmarks: one module per operator with `rows()`; a red bit gate prints nothing."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from samebits.errors import NotObserved, Refused
+
+NAMES = ("gemm", "attention", "rms_norm", "rotary", "silu_mul", "logprob", "rollout")
+
+
+def _file() -> Path:
+    from samebits.recipe import cases_folder
+
+    return cases_folder() / "bench.json"
+
+
+def run(names: list[str]) -> list[dict[str, Any]]:
+    """Rows of the named benchmarks (all by default), with hardware, date and whether met."""
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown:
+        raise Refused(
+            "SB0909",
+            seen=f"benchmark {', '.join(unknown)}",
+            required=f"one of {', '.join(NAMES)}",
+            hint="samebits bench run --help",
+        )
+    from samebits import env
+
+    rows = []
+    for name in names or NAMES:
+        for row in importlib.import_module(f"samebits.bench.{name}").rows():
+            target = row["target"]
+            rows.append(
+                {
+                    **row,
+                    "met": None if target is None else row["ratio"] <= target,
+                    "hardware": env.chip(),
+                    "date": datetime.date.today().isoformat(),
+                }
+            )
+    return rows
+
+
+def record(rows: list[dict[str, Any]]) -> None:
+    """Replace recorded rows of the same (work, hardware), keep the others."""
+    path = _file()
+    kept = {
+        (r["work"], r["hardware"]): r
+        for r in (json.loads(path.read_text()) if path.exists() else [])
+    }
+    kept.update({(r["work"], r["hardware"]): r for r in rows})
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
+    os.replace(draft, path)
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The recorded rows; NotObserved SB0910 where nothing was recorded."""
+    path = _file()
+    if not path.exists():
+        raise NotObserved(
+            "SB0910",
+            seen="no cases/bench.json",
+            required="recorded rows",
+            hint="samebits bench run --record",
+        )
+    return json.loads(path.read_text())

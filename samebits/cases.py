@@ -1,0 +1,56 @@
+"""The model cases of this checkout and what their evidence says now."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from samebits import recipe as recipes
+from samebits.errors import NotObserved, SamebitsError
+
+
+@dataclass(frozen=True)
+class Status:
+    """One row of the case table.
+
+    verdict      EQUAL, DIFFERENT, NOT_OBSERVED, STALE, `not proved`, or the id of a refusal
+    tokens       leg -> tokens compared; legs are never summed
+    mismatches   leg -> mismatching tokens
+    not_shown    what the evidence itself says it does not cover
+    """
+
+    case: str
+    verdict: str
+    tokens: dict[str, int]
+    mismatches: dict[str, int]
+    stale: list[str]
+    not_shown: list[str]
+    date: str | None
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "legs": sorted(self.tokens)}
+
+
+def status(case: str) -> Status:
+    """What the recorded evidence of a case says, recomputed."""
+    from samebits.evidence import verify
+
+    try:
+        result = verify(case)
+    except NotObserved:
+        return Status(case, "not proved", {}, {}, [], [], None)
+    except SamebitsError as error:
+        return Status(case, error.error_id, {}, {}, [], [], None)
+    report, predicate = result.as_dict(), result.statement.predicate
+    return Status(
+        case=case,
+        verdict=result.status,
+        tokens={leg: row["tokens"] for leg, row in report["legs"].items()},
+        mismatches={leg: row["mismatches"] for leg, row in report["legs"].items()},
+        stale=list(result.stale),
+        not_shown=list(predicate["claim"]["not_covered"]),
+        date=predicate["environment"]["happenstance"]["finished"][:10],
+    )
+
+
+def all_statuses() -> list[Status]:
+    return [status(case) for case in recipes.known_cases()]
