@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # Requests of `synthetic` that stand for one corner each; random ones follow.
-CORNERS = 11
+CORNERS = 12
 # Positions of the two identical prompts with different seeds.
 TWINS = (6, 7)
 
@@ -31,6 +31,7 @@ def synthetic(
     *,
     vocabulary: int,
     block_size: int,
+    partition: int,
     budget: int,
     max_model_len: int,
     max_tokens: int,
@@ -40,7 +41,7 @@ def synthetic(
     """Requests of random ids that cover the scheduler's corners, then random lengths up to `count`.
 
     Lengths: one token, exactly one block, block +- 1, exactly the step budget, over it (so that a
-    prompt is split), two identical prompts with different seeds, a long shared prefix.
+    prompt is split), two identical prompts with different seeds, a long shared prefix, more than one attention partition.
     """
     draw = random.Random(seed)
 
@@ -62,6 +63,7 @@ def synthetic(
         ("shared-prefix", prefix + ids(3)),
         ("shared-prefix", prefix + ids(7)),
         ("shared-prefix", prefix + ids(1)),
+        ("over-partition", ids(min(partition + 44, longest))),
     ]
     while len(corner) < count:
         corner.append(("random", ids(draw.randrange(2, min(2 * budget, longest)))))

@@ -80,7 +80,7 @@ def prove(case: str, *, quick: bool = False, record: bool = False) -> Outcome:
         comparisons=comparisons,
         oracles=oracles,
         rl=rl_record,
-        intent=_intent(run),
+        intent=_intent(),
         seeds={"capsule": 11, "control": 13, **_rl_seed(run.recipe)},
         not_covered=["CUDA", "sequence, pipeline, context and expert parallelism"],
     )
@@ -97,10 +97,10 @@ def _rl_seed(recipe: Recipe) -> dict[str, int]:
     return {"rl": recipe.rl["seed"]} if recipe.rl else {}
 
 
-def _intent(run: Run) -> dict[str, str]:
-    from samebits import env
+def _intent() -> dict[str, str]:
+    from samebits.contract.platform import describe
 
-    return env.intent()
+    return dict(describe())
 
 
 def _relaxed(recipe: Recipe, comparisons, oracles) -> Recipe:

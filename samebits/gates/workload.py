@@ -25,6 +25,7 @@ def main(
     requests = capsule.synthetic(
         vocabulary=recipe.config["vocab_size"],
         block_size=recipe.engine["block_size"],
+        partition=recipe.attention_partition,
         budget=budget,
         max_model_len=recipe.engine["max_model_len"],
         max_tokens=max_tokens,
@@ -44,6 +45,7 @@ def control(recipe: Recipe, model: Path, count: int, max_tokens: int) -> list[ca
     requests = capsule.synthetic(
         vocabulary=recipe.config["vocab_size"],
         block_size=recipe.engine["block_size"],
+        partition=recipe.attention_partition,
         budget=32,
         max_model_len=recipe.engine["max_model_len"],
         max_tokens=max_tokens,
