@@ -203,12 +203,9 @@ def _take(workspace: Workspace, pin: Pin, against: str, work: Path) -> None:
     if path.is_dir():
         if (path / ".git").exists():
             work.mkdir()
-            archive = work.with_name("checkout.tar")
-            git.run(path, "archive", "--format=tar", f"--output={archive.resolve()}", "HEAD")
-            with tarfile.open(archive) as stream:
-                stream.extractall(work, filter="data")
-        else:
-            shutil.copytree(path, work, symlinks=True)
+            git.take(path, work, f"{pin.distribution}, from a checkout")
+            return
+        shutil.copytree(path, work, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     elif path.is_file():
         _unpack(path, work)
     elif re.fullmatch(r"\d+(\.\w+)+", against):

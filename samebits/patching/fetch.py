@@ -27,7 +27,6 @@ from samebits.patching.pins import Pin
 from samebits.patching.workspace import Workspace
 
 ATTEMPTS = 4
-CHUNK = 1 << 20
 
 
 @contextlib.contextmanager
@@ -70,7 +69,7 @@ def check_file(workspace: Workspace, path: Path, pin: Pin, hint: str) -> None:
 
 
 def sdist(workspace: Workspace, pin: Pin, given: Path | None = None) -> Path:
-    """The verified sdist in `build/sdist/`; where it is not there, copied from `given` or fetched."""
+    """The verified sdist in `build/sdist/`, copied from `given` or fetched where it is missing."""
     target = workspace.build / "sdist" / pin.sdist
     command = f"samebits patch apply {pin.name}"
     with workspace.lock(f"sdist-{pin.name}"), disk_space(workspace):
@@ -192,7 +191,7 @@ def find(distribution: str, version: str, filename: str | None = None) -> Found:
         ]
     )
     context = ssl.create_default_context(cafile=settings.cert) if settings.cert else True
-    client = PyPIClient(
+    client: Any = PyPIClient(
         trusted_hosts=settings.trusted_hosts,
         verify=context,
         cert=settings.client_cert,
@@ -298,10 +297,9 @@ def _read(found: Found, part: Path, size: int | None, advance) -> bool:
         with part.open("ab" if resumed else "wb") as out:
             count = have if resumed else 0
             advance(count)
-            for chunk in response.iter_bytes(CHUNK):
+            for chunk in response.iter_raw():  # as it arrives: nothing is lost in a larger chunk
                 out.write(chunk)
                 count += len(chunk)
                 advance(count)
             out.flush()
-            os.fsync(out.fileno()) if out.seekable() else None
     return whole is None or count >= whole

@@ -13,7 +13,9 @@ NAME, EMAIL, DATE = "samebits", "samebits@localhost", "2000-01-01T00:00:00+0000"
 # that do not depend on attributes an upstream ships.
 ATTRIBUTES = "* -text -ident !filter !diff !merge !working-tree-encoding\n"
 # By-products of running a tree; everything else that is not tracked counts as an edit.
-BY_PRODUCTS = "__pycache__/\n*.pyc\n*.nbi\n*.nbc\n.pytest_cache/\n.ruff_cache/\n.mypy_cache/\n"
+BY_PRODUCTS = (
+    "__pycache__/ *.pyc *.nbi *.nbc .pytest_cache/ .ruff_cache/ .mypy_cache/".split()  # noqa: SIM905
+)
 
 _SETTINGS = (
     "core.autocrlf=false",
@@ -35,12 +37,12 @@ _SETTINGS = (
 )
 
 
-class GitFailed(Exception):
+class GitFailed(Refused):
     """A git command ended with a non-zero status; `message` is what it said."""
 
-    def __init__(self, command: str, message: str):
-        self.command, self.message = command, message
-        super().__init__(f"git {command}: {message}")
+    @property
+    def message(self) -> str:
+        return self.seen
 
 
 def environment() -> dict[str, str]:
@@ -86,7 +88,12 @@ def run(folder: Path, *args: str, stdin: bytes | None = None) -> bytes:
         text = (done.stderr + done.stdout).decode(errors="replace").strip()
         if "No space left on device" in text:
             raise OSError(28, "No space left on device", str(folder))
-        raise GitFailed(args[0], text)
+        raise GitFailed(
+            "SB0103",
+            seen=text,
+            required=f"`git {args[0]}` to succeed",
+            hint=f"git -C {folder} status",
+        )
     return done.stdout
 
 
@@ -100,7 +107,7 @@ def init(folder: Path) -> None:
     info = folder / ".git" / "info"
     info.mkdir(exist_ok=True)
     (info / "attributes").write_text(ATTRIBUTES)
-    (info / "exclude").write_text(BY_PRODUCTS)
+    (info / "exclude").write_text("".join(f"{line}\n" for line in BY_PRODUCTS))
 
 
 def commit_all(folder: Path, message: str) -> str:
@@ -108,6 +115,20 @@ def commit_all(folder: Path, message: str) -> str:
     run(folder, "add", "--all", "--force", ".")
     run(folder, "commit", "-q", "--allow-empty", "--no-verify", "-m", message)
     return text(folder, "rev-parse", "HEAD^{tree}")
+
+
+def take(checkout: Path, folder: Path, message: str) -> str:
+    """Make `folder` a repository whose one commit has the tree of the checkout's HEAD; its commit.
+
+    Objects are copied, not archived: `export-ignore` in an upstream's attributes drops nothing.
+    """
+    init(folder)
+    source = f"file://{checkout.resolve()}"
+    run(folder, "fetch", "-q", "--depth=1", "--no-tags", source, "HEAD")
+    commit = text(folder, "rev-parse", "FETCH_HEAD")
+    run(folder, "read-tree", "-u", "--reset", "FETCH_HEAD")
+    run(folder, "commit", "-q", "--allow-empty", "--no-verify", "-m", message)
+    return commit
 
 
 def blob(folder: Path, commit: str, path: str) -> str | None:
@@ -119,6 +140,6 @@ def blob(folder: Path, commit: str, path: str) -> str | None:
 def edits(folder: Path) -> list[str]:
     """Paths whose content differs from HEAD, or that HEAD lacks; by-products of running aside."""
     changed = text(folder, "diff", "--name-only", "--no-ext-diff", "HEAD")
-    exclude = folder / ".git" / "info" / "exclude"
-    extra = text(folder, "ls-files", "--others", f"--exclude-from={exclude}")
+    # An ignored file can shadow a module, so the upstream's own ignore rules are not asked.
+    extra = text(folder, "ls-files", "--others", *(f"--exclude={line}" for line in BY_PRODUCTS))
     return sorted({*changed.splitlines(), *extra.splitlines()})

@@ -75,23 +75,24 @@ def snapshot_checkout(
 ) -> str:
     """As `snapshot`, from a git checkout; returns its commit.
 
-    Accepted when every blob that the series starts from is the pinned one. The commit's own tree
-    is taken, so that loose edits of the checkout cannot enter.
+    Accepted when every blob that the series starts from is the pinned one. The commit's tree is
+    taken, so that loose edits of the checkout cannot enter.
     """
-    wrong = []
+    folder.mkdir()
     try:
-        commit = git.text(checkout, "rev-parse", "HEAD^{commit}")
+        commit = git.take(checkout, folder, f"{pin.distribution}, from a checkout, unmodified")
     except git.GitFailed as error:
         raise Refused(
             "SB0119",
-            seen=f"{checkout}: {error.message}",
+            seen=f"{checkout}: {error.message.splitlines()[0]}",
             required="a git checkout",
             hint=f"git clone --branch {pin.tag} {pin.repository}",
         ) from None
-    for path, blob in first_blobs(patches).items():
-        found = git.blob(checkout, commit, path)
-        if found != blob:
-            wrong.append(f"{path} is {found or 'absent'}, not {blob or 'absent'}")
+    wrong = [
+        f"{path} is {found or 'absent'}, not {wanted or 'absent'}"
+        for path, wanted in first_blobs(patches).items()
+        if (found := git.blob(folder, "HEAD", path)) != wanted
+    ]
     if wrong:
         raise Refused(
             "SB0119",
@@ -99,14 +100,6 @@ def snapshot_checkout(
             required=f"the sources of {pin.tag}",
             hint=f"git -C {checkout} checkout {pin.tag}",
         )
-    folder.mkdir()
-    git.init(folder)
-    archive = folder / ".git" / "checkout.tar"
-    git.run(checkout, "archive", "--format=tar", f"--output={archive.resolve()}", commit)
-    with tarfile.open(archive) as stream:
-        stream.extractall(folder, filter="data")
-    archive.unlink()
-    git.commit_all(folder, f"{pin.distribution}, commit {commit}, unmodified\n")
     return commit
 
 
@@ -204,13 +197,11 @@ def build(
     patches = series.patches(model)
     recorded = (pin.trees or {}).get(model)
     with workspace.lock(pin.name), fetch.disk_space(workspace):
-        if recorded and checkout is None:
+        if recorded and checkout is None and not clean:
             target = tree_folder(workspace, pin.name, recorded)
             if target.exists() and _current(workspace, pin.name, recorded, model, patches):
-                if not clean:
-                    verify(workspace, pin.name, model, target)
-                    return target
-                _move_aside_if_edited(workspace, target)
+                verify(workspace, pin.name, model, target)
+                return target
         with scratch(workspace, pin.name) as folder:
             work = folder / "tree"
             source: dict = {"source": "sdist", "sha256": pin.sha256}

@@ -1,0 +1,3 @@
+from toy_project import bare, project
+
+__all__ = ["bare", "project"]
