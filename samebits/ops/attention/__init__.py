@@ -51,13 +51,15 @@ def paged(
     _check_starts(starts, lengths, tokens=q.shape[0])
     if table.ndim != 2 or table.shape[0] != len(lengths):
         raise _out_of_range(f"block_table {list(table.shape)}", f"[{len(lengths)}, max blocks]")
-    for request, length in enumerate(lengths):
-        used = table[request, : -(-int(length) // block_size)]
-        if len(used) * block_size < length or (used < 0).any() or (used >= blocks).any():
-            raise _out_of_range(
-                f"request {request} of {length} keys with blocks {used.tolist()[:8]}",
-                f"enough blocks of {block_size}, each in [0, {blocks})",
-            )
+    pages = -(-lengths // block_size)
+    used = np.arange(table.shape[1]) < pages[:, None]
+    bad = ((table < 0) | (table >= blocks)) & used
+    if bad.any() or (pages > table.shape[1]).any():
+        request = int(np.argmax(bad.any(1) | (pages > table.shape[1])))
+        raise _out_of_range(
+            f"request {request}: {lengths[request]} keys, blocks {table[request, :8].tolist()}",
+            f"blocks of {block_size} for every key, each in [0, {blocks})",
+        )
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
     elif out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
@@ -106,7 +108,9 @@ def varlen(
     if starts[-1] != q.shape[0]:
         raise _out_of_range(f"cu_seqlens ends at {starts[-1]}", f"{q.shape[0]} tokens")
     registry.count_served("attention", q.shape[0])
-    return _Varlen.apply(q, k, v, starts, scale)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Varlen.apply(q, k, v, starts, scale)
+    return _contiguous(q, k, v, starts, scale)
 
 
 def _contiguous(q, k, v, starts, scale, dtype=torch.bfloat16) -> torch.Tensor:

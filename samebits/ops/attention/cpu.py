@@ -17,10 +17,10 @@ from samebits.ops.vector import axpy_tile, dot_tile, store, widen_row
 PARTITION = 256  # keys per leaf, by absolute position
 ROWS = 48  # most query rows (tokens x heads of one key head) that share one pass over the keys
 STEP_ROWS = ROWS  # rows dealt per task
+SCORES = PARTITION + 2  # room for the scores of one row: whole tiles of three
 
 _dot_1x1 = dot_tile(1, 1)
 _dot_1x3 = dot_tile(1, 3)
-_dot_2x1 = dot_tile(2, 1)
 _dot_2x3 = dot_tile(2, 3)
 _axpy_1 = axpy_tile(1, 2)
 _axpy_4 = axpy_tile(4, 2)
@@ -31,36 +31,32 @@ _ZERO = np.float32(0.0)
 
 @kernel
 def _scores(q, row, rows, k, keys, size, out):
-    """out[i, j] = dot(q row i, key j) for `rows` (1 or 2) rows from `row`, keys 0 .. keys - 1."""
+    """out[i, j] = dot(q row i, key j) for `rows` (1 or 2) rows from `row`, keys 0 .. keys - 1.
+
+    Whole tiles: up to two scores too many, of stale keys, which nobody reads.
+    """
     steps = size // LANES
-    qa, oa = row * size, row * PARTITION
-    j = 0
-    while j + 3 <= keys:
+    qa, oa = row * size, row * SCORES
+    for j in range(0, keys, 3):
         if rows == 2:
-            _dot_2x3(q, qa, size, k, j * size, size, steps, out, oa + j, PARTITION)
+            _dot_2x3(q, qa, size, k, j * size, size, steps, out, oa + j, SCORES)
         else:
-            _dot_1x3(q, qa, size, k, j * size, size, steps, out, oa + j, PARTITION)
-        j += 3
-    while j < keys:
-        if rows == 2:
-            _dot_2x1(q, qa, size, k, j * size, size, steps, out, oa + j, PARTITION)
-        else:
-            _dot_1x1(q, qa, size, k, j * size, size, steps, out, oa + j, PARTITION)
-        j += 1
+            _dot_1x3(q, qa, size, k, j * size, size, steps, out, oa + j, SCORES)
 
 
 @kernel
 def _weights(s, at, keys, padded, scale, ones, sums, row):
     """Replace scores by exp(scale * s - max), +0 beyond `keys`; sums[row] = their lane sum."""
+    weights = s[at : at + padded]  # indices from 0 spare the loops a check for negative ones
     top = _MINUS_INF
-    for j in range(at, at + keys):
-        value = scale * s[j]
-        s[j] = value
+    for j in range(keys):
+        value = scale * weights[j]
+        weights[j] = value
         top = value if value > top else top
-    for j in range(at, at + keys):
-        s[j] = exp32(s[j] - top)
-    for j in range(at + keys, at + padded):
-        s[j] = _ZERO
+    for j in range(keys):
+        weights[j] = exp32(weights[j] - top)
+    for j in range(keys, padded):
+        weights[j] = _ZERO
     # fma(p, 1, lane) is lane + p; adding +0 beyond `keys` leaves a sum of values >= +0 as it is.
     _dot_1x1(s, at, padded, ones, 0, padded, padded // LANES, sums, row, 1)
     return top
@@ -74,17 +70,17 @@ def _values(p, first, rows, limits, v, size, out):
         while i < rows:
             tile = 4 if i + 4 <= rows else 1
             common = limits[i]  # limits never fall from one row to the next
-            pa, oa = i * PARTITION, i * size + d
+            pa, oa = i * SCORES, i * size + d
             if tile == 4:
-                _axpy_4(p, pa, PARTITION, v, d, size, common, out, oa, size)
+                _axpy_4(p, pa, SCORES, v, d, size, common, out, oa, size)
             else:
-                _axpy_1(p, pa, PARTITION, v, d, size, common, out, oa, size)
+                _axpy_1(p, pa, SCORES, v, d, size, common, out, oa, size)
             for r in range(1, tile):
                 more = limits[i + r] - common
                 if more > 0:
-                    at = pa + r * PARTITION + common
+                    at = pa + r * SCORES + common
                     va = common * size + d
-                    _axpy_1(p, at, PARTITION, v, va, size, more, out, oa + r * size, size)
+                    _axpy_1(p, at, SCORES, v, va, size, more, out, oa + r * size, size)
             i += tile
 
 
@@ -95,9 +91,9 @@ def _attend(
 ):  # fmt: skip
     """Tasks [first, last): one (request, key head, run of query tokens) each."""
     qs = np.empty(ROWS * size, np.float32)
-    ks = np.empty(PARTITION * size, np.float32)
+    ks = np.zeros(SCORES * size, np.float32)
     vs = np.empty(PARTITION * size, np.float32)
-    s = np.empty(ROWS * PARTITION, np.float32)
+    s = np.empty(ROWS * SCORES, np.float32)
     ones = np.ones(PARTITION, np.float32)
     limits = np.empty(ROWS, np.int64)
     tops = np.empty(ROWS, np.float32)
@@ -136,9 +132,7 @@ def _attend(
                 i += pair
             for i in range(skip, rows):
                 padded = (limits[i] + LANES - 1) // LANES * LANES
-                part_tops[i] = _weights(
-                    s, i * PARTITION, limits[i], padded, scale, ones, part_sums, i
-                )
+                part_tops[i] = _weights(s, i * SCORES, limits[i], padded, scale, ones, part_sums, i)
             for i in range(skip * size, rows * size):
                 part[i] = _ZERO
             _values(s, skip, rows, limits, vs, size, part)
