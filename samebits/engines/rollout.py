@@ -151,10 +151,10 @@ class RolloutEngine:
         Afterwards the checksums of the live parameters, summed over ranks, are compared with the
         manifest's (Refused SB0705), and the prefix cache is reset (Refused SB0515 when vLLM
         declines), so that no completion after this reports cached tokens of older weights.
-        Returns {tensors, checksums}.
+        Returns {tensors, checksums, dropped_blocks}: the last as of `reset_prefix_cache`.
         """
         counts = self._rpc("samebits_load_weights", manifest.to_json(), manifest.step)
-        self.reset_prefix_cache()
+        dropped = self.reset_prefix_cache()
         live = self.weight_checksums()
         for name, expected in manifest.checksums().items():
             if live.get(name) != expected:
@@ -164,11 +164,11 @@ class RolloutEngine:
                     required=f"checksum {bits.hex_digest(expected)} (step {manifest.step})",
                     hint="samebits explain SB0705",
                 )
-        return {"tensors": counts[0], "checksums": live}
+        return {"tensors": counts[0], "checksums": live, "dropped_blocks": dropped}
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached block (Refused SB0515 when vLLM declines)."""
-        self._call("reset_prefix_cache")
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached block; returns how many held a prefix (SB0515: vLLM declined)."""
+        return self._call("reset_prefix_cache")
 
     def weight_checksums(self) -> dict[str, int]:
         """Logical tensor -> checksum of the live parameters, summed over ranks."""

@@ -23,7 +23,6 @@ class Server:
     def start(self, settings: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self._count = 0
         self._llm = LLM(
             model=settings["model"],
             skip_tokenizer_init=True,
@@ -78,14 +77,16 @@ class Server:
             for tokens, output in zip(sequences, outputs, strict=True)
         ]
 
-    def reset_prefix_cache(self) -> None:
-        if not self._llm.reset_prefix_cache():
+    def reset_prefix_cache(self) -> int:
+        outcome: Any = self._llm.reset_prefix_cache()
+        if not outcome:
             raise Refused(
                 "SB0515",
                 seen="vLLM kept its prefix cache",
                 required="no request in flight when the cache is reset",
                 hint="samebits explain SB0515",
             )
+        return outcome["dropped_blocks"]
 
     def rpc(self, method: str, arguments: tuple) -> list[Any]:
         values = []

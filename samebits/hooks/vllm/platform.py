@@ -35,6 +35,10 @@ class CpuPlatform(VllmCpuPlatform):
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker":
             parallel.worker_cls = "samebits.hooks.vllm.worker.CpuWorker"
+        scheduler = vllm_config.scheduler_config
+        scheduler.scheduler_cls = (
+            scheduler.scheduler_cls or "samebits.hooks.vllm.scheduler.Scheduler"
+        )
         # vLLM forces worker processes on a CPU to bind OpenMP threads; one rank needs no binding.
         if parallel.world_size == 1:
             parallel.distributed_executor_backend = "uni"

@@ -46,11 +46,12 @@ def register() -> None:
     # asks for a C++ compiler and fuses across rounding points; eager runs the same lines.
     torch._dynamo.config.disable = True
 
-    from samebits import runtime
+    from samebits import faults, runtime
     from samebits.hooks.vllm import loader
 
     loader.register()
     if runtime.aligned():
         from samebits.hooks.vllm import modules
 
+        faults.install()
         modules.register()
