@@ -298,6 +298,8 @@ def _paged(**changes):
         ("SB0413", {"key_cache": lambda a: a["key_cache"].mT.contiguous().mT}),
         ("SB0413", {"out": lambda a: torch.empty(20, SIZE, HEADS).bfloat16().mT}),
         ("SB0414", {"q": lambda a: a["q"][:, :5]}),
+        ("SB0414", {"scale": lambda a: 0.0}),
+        ("SB0414", {"scale": lambda a: float("nan")}),
         ("SB0415", {"query_start": lambda a: ints(0, 21)}),
         ("SB0415", {"query_start": lambda a: ints(1, 20)}),
         ("SB0415", {"query_start": lambda a: ints(0)}),

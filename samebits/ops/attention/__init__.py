@@ -44,7 +44,7 @@ def paged(
                  seq_lens[r] - (number of its queries) + i and sees the keys up to itself
     Forward only. Refuses with SB0413 to SB0415, SB0420, SB0421.
     """
-    _check_operands(q, key_cache, value_cache, rank=4)
+    _check_operands(q, key_cache, value_cache, rank=4, scale=scale)
     blocks, block_size, key_heads, _ = key_cache.shape
     starts, lengths = _integers(query_start), _integers(seq_lens)
     table = _integers(block_table)
@@ -97,7 +97,7 @@ def varlen(
     [B + 1] integers, cumulative, 0 to T. The bits of a token are those of `paged`. The backward is
     computed in fp32 per sequence and rounded once. Refuses with SB0413 to SB0415, SB0420, SB0421.
     """
-    _check_operands(q, k, v, rank=3)
+    _check_operands(q, k, v, rank=3, scale=scale)
     starts = _integers(cu_seqlens)
     if starts.ndim != 1 or len(starts) < 1 or k.shape[0] != q.shape[0]:
         raise _out_of_range(
@@ -193,7 +193,9 @@ def _check_starts(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> None:
         )
 
 
-def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int) -> None:
+def _check_operands(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int, scale: float
+) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         require_dtype(name, tensor, torch.bfloat16)
     require_shape("q", q, q.dim() == 3, "[T, H, D]")
@@ -211,6 +213,13 @@ def _check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int
             "SB0414",
             seen=f"head size {size}, {heads} query heads, {key_heads} key heads",
             required=f"a multiple of {LANES}; query heads a multiple of key heads",
+            hint="samebits explain SB0414",
+        )
+    if not 0 < scale < float("inf"):
+        raise Refused(
+            "SB0414",
+            seen=f"scale {scale}",
+            required="a positive finite scale",
             hint="samebits explain SB0414",
         )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
