@@ -35,6 +35,12 @@ def test_bits_equal_the_reference(n, low, high):
     assert (bits.int_view(out)[0] & 0x8000 != bits.int_view(w) & 0x8000).all()  # -0 keeps its sign
 
 
+def test_enough_elements_to_show_every_fp32_rounding():
+    # One fp32 rounding more or less reaches bf16 about once in 2**17 elements.
+    x, w = samples.bf16((20000, 64), 1, -2, 2), samples.bf16((64,), 2, -2, 2)
+    assert same(rms_norm(x, w, EPS), reference.rms_norm(x, w, EPS))
+
+
 def test_values_are_right():
     x, w = samples.bf16((40, 576), 1, -4, 4), samples.bf16((576,), 2, -1, 1)
     truth = torch.nn.functional.rms_norm(x.double(), (576,), w.double(), EPS)

@@ -39,6 +39,13 @@ def test_bits_equal_the_reference(width, turned, low, high):
     assert same(out, reference.apply(x, positions, turned, 1e4))
 
 
+def test_enough_elements_to_show_every_fp32_rounding():
+    # One fp32 rounding more or less reaches bf16 about once in 2**17 elements.
+    x, positions = samples.bf16((20, 1000, 64), 1, -2, 2), torch.arange(20) * 97
+    out = rotary.apply(x, positions, rotary.table(2000, 64, 1e4))
+    assert same(out, reference.apply(x, positions, 64, 1e4))
+
+
 def test_values_are_right_and_only_the_turned_dimensions_move():
     x, positions = samples.bf16((50, 2, 26), 1, -4, 4), torch.arange(50) * 40
     out = rotary.apply(x, positions, rotary.table(2000, 20, 1e4))
