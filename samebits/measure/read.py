@@ -1,0 +1,239 @@
+"""Read dumps: JSON Lines (`.gz` too), one line per sequence.
+
+    {"id": "7", "rollout_logprobs": [..], "trainer_logprobs": [..], "tokens": [..], "mask": [..]}
+
+`id`, `tokens` and `mask` are optional in one file. Two files (rollout first, trainer second) hold
+one side each and are joined by `id`. Other spellings are in the tables below; verl's
+`rollout_log_probs`, `old_log_probs`, `responses` and `response_mask` are among them. Where a line
+has a mask, only its ones count, so padded rows may stay padded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from samebits.errors import Refused
+
+ROLLOUT = (
+    "rollout_logprobs",
+    "rollout_log_probs",
+    "sampling_logprobs",
+    "inference_logprobs",
+    "generation_logprobs",
+    "vllm_logprobs",
+)
+TRAINER = (
+    "trainer_logprobs",
+    "trainer_log_probs",
+    "old_log_probs",
+    "old_logprobs",
+    "actor_log_probs",
+    "train_log_probs",
+    "policy_log_probs",
+    "megatron_logprobs",
+)
+EITHER = ("logprobs", "log_probs", "token_logprobs")  # in a file that holds one side
+TOKENS = ("tokens", "token_ids", "responses", "response_ids", "response_tokens", "output_ids")
+MASK = ("mask", "response_mask", "loss_mask")
+ID = ("id", "uid", "request_id", "sample_id", "index")
+
+# A log-probability is at most 0; a little above it comes from rounding.
+_LARGEST = 1e-2
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Masked streams of one sequence, float64 as written. A missing id is `file:line`."""
+
+    id: str
+    rollout: np.ndarray
+    trainer: np.ndarray
+    rollout_tokens: np.ndarray | None = None
+    trainer_tokens: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Dump:
+    sequences: tuple[Sequence, ...]
+    files: tuple[str, ...]
+
+
+def read(paths: Many[Path]) -> Dump:
+    """Read one file with both sides, or a rollout file and a trainer file.
+
+    Raises Refused SB1001 (file cannot be read), SB1002 (a line lacks a field or lengths differ),
+    SB1003 (values are no log-probabilities), SB1004 (ids do not join).
+    """
+    if len(paths) not in (1, 2):
+        raise Refused(
+            "SB1004",
+            seen=f"{len(paths)} files",
+            required="one file with both sides, or a rollout file and a trainer file",
+            hint="samebits measure --help",
+        )
+    names = tuple(str(path) for path in paths)
+    if len(paths) == 1:
+        found = [_both_sides(where, row) for where, row in _rows(paths[0])]
+    else:
+        found = _join(paths[0], paths[1])
+    return Dump(tuple(found), names)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    opened = gzip.open if path.suffix == ".gz" else open
+    count = 0
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                row = json.loads(line)
+                where = f"{path.name}:{number}"
+                if not isinstance(row, dict):
+                    raise _bad_line(where, f"a {type(row).__name__}", "an object")
+                count += 1
+                yield where, row
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as problem:
+        raise _unreadable(path, str(problem)) from None
+    if count == 0:
+        raise _unreadable(path, "no line")
+
+
+def _both_sides(where: str, row: dict[str, Any]) -> Sequence:
+    names = {"rollout": _field(row, ROLLOUT, where), "trainer": _field(row, TRAINER, where)}
+    rollout, trainer = (_numbers(where, name, row[name]) for name in names.values())
+    tokens = _tokens(where, row)
+    keep = _mask(where, row, rollout.size)
+    _same_length(where, names["rollout"], rollout, names["trainer"], trainer)
+    if tokens is not None:
+        _same_length(where, names["rollout"], rollout, "tokens", tokens)
+        tokens = tokens[keep]
+    left = _checked(where, names["rollout"], rollout[keep])
+    right = _checked(where, names["trainer"], trainer[keep])
+    return Sequence(str(_value(row, ID, where)), left, right, tokens, tokens)
+
+
+def _join(rollout: Path, trainer: Path) -> list[Sequence]:
+    left = _one_side(rollout, (*ROLLOUT, *EITHER))
+    right = _one_side(trainer, (*TRAINER, *EITHER))
+    missing = [key for key in left if key not in right] + [key for key in right if key not in left]
+    if missing:
+        raise Refused(
+            "SB1004",
+            seen=f"{len(missing)} ids in one file only, first {missing[0]!r}",
+            required="the same ids in both files",
+            hint="samebits explain SB1004",
+        )
+    found = []
+    for key, (values, tokens) in left.items():
+        others, other_tokens = right[key]
+        _same_length(f"id {key}", rollout.name, values, trainer.name, others)
+        found.append(Sequence(key, values, others, tokens, other_tokens))
+    return found
+
+
+def _one_side(
+    path: Path, spellings: tuple[str, ...]
+) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
+    found = {}
+    for where, row in _rows(path):
+        key = _value(row, ID, None)
+        if key is None or str(key) in found:
+            raise Refused(
+                "SB1004",
+                seen=f"{where}: " + ("no id" if key is None else f"id {key!r} a second time"),
+                required=f"one of {', '.join(ID)}, different on every line",
+                hint="samebits explain SB1004",
+            )
+        name = _field(row, spellings, where)
+        values = _numbers(where, name, row[name])
+        keep = _mask(where, row, values.size)
+        tokens = _tokens(where, row)
+        if tokens is not None:
+            _same_length(where, name, values, "tokens", tokens)
+            tokens = tokens[keep]
+        found[str(key)] = (_checked(where, name, values[keep]), tokens)
+    return found
+
+
+# --- fields ---------------------------------------------------------------------------------
+
+
+def _field(row: dict[str, Any], spellings: tuple[str, ...], where: str) -> str:
+    present = [name for name in spellings if row.get(name) is not None]
+    if len(present) != 1:
+        seen = " and ".join(present) if present else f"the fields {', '.join(row) or '(none)'}"
+        raise _bad_line(where, seen, f"exactly one of {', '.join(spellings)}")
+    return present[0]
+
+
+def _value(row: dict[str, Any], spellings: tuple[str, ...], default: Any) -> Any:
+    return next((row[name] for name in spellings if row.get(name) is not None), default)
+
+
+def _numbers(where: str, name: str, values: Any) -> np.ndarray:
+    """float64; null (as APIs give for a first token) becomes NaN and must be masked."""
+    if not isinstance(values, list) or not all(
+        value is None or type(value) in (int, float) for value in values
+    ):
+        raise _bad_line(where, f"{name} is not a list of numbers", "one number per token")
+    return np.array([np.nan if value is None else value for value in values], np.float64)
+
+
+def _tokens(where: str, row: dict[str, Any]) -> np.ndarray | None:
+    values = _value(row, TOKENS, None)
+    if not isinstance(values, list):
+        return None  # text, as some dumps keep it
+    if not all(type(value) is int for value in values):
+        raise _bad_line(where, "tokens are not integers", "one token id per log-probability")
+    return np.array(values, np.int64)
+
+
+def _mask(where: str, row: dict[str, Any], length: int) -> np.ndarray:
+    values = _value(row, MASK, None)
+    if values is None:
+        return np.ones(length, bool)
+    if not isinstance(values, list) or not all(value in (0, 1) for value in values):
+        raise _bad_line(where, "a mask of other values than 0 and 1", "one 0 or 1 per token")
+    if len(values) != length:
+        raise _bad_line(where, f"a mask of {len(values)} for {length} tokens", "equal lengths")
+    return np.array(values, bool)
+
+
+def _same_length(where: str, left: str, a: np.ndarray, right: str, b: np.ndarray) -> None:
+    if a.size != b.size:
+        seen = f"{left} has {a.size} entries, {right} has {b.size}"
+        raise _bad_line(where, seen, "one entry per token on both sides")
+
+
+def _checked(where: str, name: str, values: np.ndarray) -> np.ndarray:
+    largest = values.max(initial=-np.inf, where=~np.isnan(values))
+    if largest > _LARGEST:
+        raise Refused(
+            "SB1003",
+            seen=f"{where}: {name} holds {largest:g}",
+            required="natural logarithms of probabilities: at most 0",
+            hint="samebits explain SB1003",
+        )
+    return values
+
+
+def _bad_line(where: str, seen: str, required: str) -> Refused:
+    return Refused(
+        "SB1002", seen=f"{where}: {seen}", required=required, hint="samebits measure --help"
+    )
+
+
+def _unreadable(path: Path, problem: str) -> Refused:
+    return Refused(
+        "SB1001", seen=f"{path}: {problem}", required="JSON Lines", hint=f"head -c 300 {path}"
+    )
