@@ -14,6 +14,7 @@ rank per process.
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -103,6 +104,7 @@ class Trainer:
         self.tp_size, self.tp_rank = tp_size, tp_rank
         self.micro_tokens = micro_tokens
         self.step = 0
+        self._loaded = False
         self._bind(Path(model_dir), contract)
         self.arch.refuse_tp(tp_size)
         require_patched()
@@ -159,14 +161,12 @@ class Trainer:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def _slots(self) -> dict[str, Slot]:
-        return {slot.name: slot for slot in slots(self.arch, self.model, self.tp_size)}
-
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy every published tensor into this rank's shard; SB0607 unless each comes once."""
-        places = self._slots()
+        places = {slot.name: slot for slot in slots(self.arch, self.model, self.tp_size)}
         todo = dict(places)
+        self._loaded = False  # a refusal half-way leaves a mixture, which must not be used
         for name, tensor in weights:
             if self.arch.tied and name == "lm_head.weight":
                 continue  # a published copy of the embedding
@@ -187,6 +187,13 @@ class Trainer:
             )
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
+        self._loaded = True
+
+    def _require_weights(self) -> None:
+        if not self._loaded:
+            raise _bad_weight(
+                "a trainer without a complete set of weights", "a load that succeeded"
+            )
 
     @torch.no_grad()
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -205,6 +212,7 @@ class Trainer:
         yield from self._whole(lambda parameter: parameter.main_grad)
 
     def _whole(self, of) -> Iterator[tuple[str, torch.Tensor]]:
+        self._require_weights()
         for slot in slots(self.arch, self.model, self.tp_size, of):
             if slot.shard_dim is None:
                 self._refuse_drift(slot)
@@ -283,6 +291,7 @@ class Trainer:
     ) -> Scores:
         """Log-probability of every target under the present weights; see `Scores`."""
         batches.check_sequences(sequences, self.arch.vocab)
+        self._require_weights()
         self.model.eval()
         logprobs: list[torch.Tensor] = []
         names: list[list[str]] = []
@@ -329,6 +338,7 @@ class Trainer:
                 hint="samebits explain SB0613",
             )
         batch.check(self.arch.vocab)
+        self._require_weights()
         self.model.train()
         self._ddp.zero_grad_buffer()
         total = sum(float(m.sum()) for m in batch.mask)
@@ -339,14 +349,10 @@ class Trainer:
             share = sum(float(batch.mask[i].sum()) for i in indices) / total
 
             def on_rows(hidden, project, targets):
-                return _selected(project(hidden), targets) if len(targets) else hidden.sum() * 0
+                return _selected(project(hidden), targets) if len(targets) else torch.empty(0)
 
             values = self._forward(part, layout, on_rows)
-            logprobs += (
-                [v.detach().clone() for v in values.reshape(-1).split(sizes)]
-                if sum(sizes)
-                else [torch.empty(0) for _ in sizes]
-            )
+            logprobs += [v.detach().clone() for v in values.split(sizes)]
             if share == 0.0:
                 continue
             loss, found = loss_fn(
@@ -415,22 +421,31 @@ def refuse_parallel(sizes: dict[str, int]) -> None:
         )
 
 
-def require_patched() -> None:
-    """SB0610 unless the imported Megatron carries the hooks (both arithmetics need the series)."""
-    try:
-        import megatron.core.models.gpt.gpt_model as gpt_model
+# Module of Megatron -> name of the hook that its patch imports.
+HOOKED = {
+    "megatron.core.models.common.embeddings.rope_utils": "samebits_rotary",
+    "megatron.core.models.gpt.gpt_model": "samebits_linear",
+    "megatron.core.optimizer.optimizer": "samebits_device",
+    "megatron.core.tensor_parallel.cross_entropy": "samebits_logprob",
+    "megatron.core.tensor_parallel.layers": "samebits_embedding",
+    "megatron.core.tensor_parallel.mappings": "samebits_device",
+}
 
-        if hasattr(gpt_model, "samebits_linear"):
-            return
-        seen = gpt_model.__file__
+
+def require_patched() -> None:
+    """SB0610 unless the imported Megatron carries every hook (both arithmetics need the series)."""
+    try:
+        lacking = [m for m, hook in HOOKED.items() if not hasattr(importlib.import_module(m), hook)]
+        seen = f"no hook in {', '.join(lacking)}"
     except ImportError as error:
-        seen = str(error)
-    raise Refused(
-        "SB0610",
-        seen=seen,
-        required="the patched tree of megatron-core 0.18.0",
-        hint="samebits patch apply megatron",
-    )
+        lacking, seen = ["megatron.core"], str(error)
+    if lacking:
+        raise Refused(
+            "SB0610",
+            seen=seen,
+            required="the patched tree of megatron-core 0.18.0",
+            hint="samebits patch apply megatron",
+        )
 
 
 def _training_wrappers(model, settings: OptimizerSettings):
