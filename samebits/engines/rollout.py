@@ -90,7 +90,7 @@ class RolloutSettings:
             "VLLM_PLUGINS": "samebits",
             "VLLM_USE_V2_MODEL_RUNNER": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
             "VLLM_HOST_IP": "127.0.0.1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from vllm.platforms.cpu import CpuPlatform as VllmCpuPlatform
@@ -31,7 +32,10 @@ class CpuPlatform(VllmCpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         super().check_and_update_config(vllm_config)
+        if method:  # vLLM overwrites it; a forked process need not import everything again
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker":
             parallel.worker_cls = "samebits.hooks.vllm.worker.CpuWorker"
