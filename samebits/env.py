@@ -102,7 +102,7 @@ def cpu_flags() -> list[str]:
 
 @functools.cache
 def gpus() -> tuple[dict[str, str], ...]:
-    """Name, compute capability, driver and memory of every NVIDIA GPU; none without `nvidia-smi`."""
+    """Name, compute capability, driver, memory of every NVIDIA GPU; none without `nvidia-smi`."""
     fields = ("name", "compute_cap", "driver_version", "memory.total")
     try:
         done = subprocess.run(
