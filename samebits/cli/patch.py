@@ -176,6 +176,11 @@ def drift(
     workspace = _workspace(context)
     (pin,) = _selected(workspace, [upstream])
     found = checking.drift(workspace, pin, against, model)
+    touched = {finding.patch for finding in found}
+    series = Series(workspace, upstream)
+    for name in series.of(model) if model else series.order:
+        if name not in touched:
+            found.append(checking.Finding(upstream, name, checking.APPLIES, ""))
     _print_findings(found, as_json)
     checking.raise_for_drift(found, f"samebits patch apply {upstream} --edit")
 

@@ -31,6 +31,7 @@ REASONS = (
     "header-invalid",
     "proof-stale",  # the test that the patch names is not there
 )
+APPLIES = "applies"  # shown by drift for a patch with nothing to report
 _BAD_INPUT = {"series-invalid": "SB0110", "header-invalid": "SB0109"}
 _DIFFERENT = {
     "preimage-changed": "SB0111",
@@ -182,11 +183,13 @@ def _drift_of(work: Path, patch: Patch) -> tuple[str, str] | None:
     if failure[0] == "preimage-changed":
         if _applies(work, patch, "--reverse"):
             return "already-upstream", "the release holds the change"
-        if trees.am(work, patch) is None:
+        refusal = trees.am(work, patch)
+        if refusal is None:
             return "preimage-changed", f"applies, but {failure[1]}"
+        failure = ("context-changed", refusal)
     missing = [b.path for b in patch.blobs if b.before and not git.blob(work, "HEAD", b.path)]
     detail = f"{missing[0]} is gone" if missing else failure[1]
-    return "context-changed", f"does not apply: {detail}"
+    return "context-changed", detail
 
 
 def _applies(work: Path, patch: Patch, *options: str) -> bool:

@@ -75,8 +75,9 @@ def snapshot_checkout(
 ) -> str:
     """As `snapshot`, from a git checkout; returns its commit.
 
-    Accepted when every blob that the series starts from is the pinned one. The commit's tree is
-    taken, so that loose edits of the checkout cannot enter.
+    Accepted when HEAD is the pinned commit (where one is known) and every blob that the series
+    starts from is the pinned one. The commit's tree is taken, so that loose edits of the checkout
+    cannot enter.
     """
     folder.mkdir()
     try:
@@ -93,6 +94,8 @@ def snapshot_checkout(
         for path, wanted in first_blobs(patches).items()
         if (found := git.blob(folder, "HEAD", path)) != wanted
     ]
+    if pin.commit and commit != pin.commit:  # blobs alone say nothing where a series is empty
+        wrong.insert(0, f"HEAD is not {pin.commit}")
     if wrong:
         raise Refused(
             "SB0119",
@@ -355,7 +358,8 @@ def tree_path(upstream: str, model: str, workspace: Workspace | None = None) -> 
             hint=f"samebits patch export {upstream} --record",
         )
     digest = series_digest(patches)
-    for record in sorted((workspace.build / upstream).glob("*.json")):
+    records = (workspace.build / upstream).glob("*.json")
+    for record in sorted(records, key=lambda path: (path.stem != recorded, path.stem)):
         content = json.loads(record.read_text())
         fits = content["models"].get(model) == digest
         if fits and (record.stem == recorded or content["source"] == "checkout"):

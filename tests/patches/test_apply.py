@@ -215,6 +215,21 @@ def test_checkout_of_another_commit(project: Project):
     assert "toy/a.py" in done.error.seen
 
 
+def test_checkout_of_another_commit_with_the_same_blobs(project: Project):
+    folder = checkout(project, {"toy/b.py": "moved on, and no patch touches it"})
+    pins = project.root / "patches/pins.yaml"
+    pins.write_text(pins.read_text().replace("commit: null", f"commit: {'c' * 40}", 1))
+    done = project.run("apply", "toy", "--checkout", folder)
+    assert (done.code, done.error_id) == (2, "SB0119")
+
+
+def test_recorded_tree_is_preferred_to_a_checkout(project: Project):
+    other = project.run("apply", "toy", "--checkout", checkout(project, {})).out.split()[2]
+    tree = project.tree()
+    assert tree != project.root / other
+    assert trees.tree_path("toy", "small", project.workspace) == tree
+
+
 def test_folder_that_is_no_checkout(project: Project):
     assert project.run("apply", "toy", "--checkout", project.root).error_id == "SB0119"
 
