@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,10 +34,16 @@ def _gate() -> None:
         law = reference.token(q[t], k[: t + 1], v[: t + 1], SCALE)
         require_bits(f"attention at position {t}", out[t], law)
     blocks = -(-count // BLOCK)
-    caches = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, blocks * BLOCK - count)) for x in (k, v)]
+    key_cache, value_cache = (
+        torch.nn.functional.pad(x, (0, 0, 0, 0, 0, blocks * BLOCK - count)).view(
+            blocks, BLOCK, KEY_HEADS, SIZE
+        )
+        for x in (k, v)
+    )
     decode = attention.paged(
         q[-1:],
-        *(x.view(blocks, BLOCK, KEY_HEADS, SIZE) for x in caches),
+        key_cache,
+        value_cache,
         torch.arange(blocks, dtype=torch.int32)[None],
         _starts(0, 1),
         _starts(count),
@@ -49,6 +56,10 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(-3, -2).repeat_interleave(HEADS // x.shape[-2], -3).contiguous()
 
 
+def _native(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable:
+    return partial(native, q, k, v, is_causal=causal)
+
+
 def rows() -> list[dict]:
     """Prefill of one sequence, and decode of a batch from a paged cache."""
     _gate()
@@ -59,7 +70,7 @@ def rows() -> list[dict]:
             row(
                 f"attention prefill 1 x {count}, 9 over 3 heads of 64",
                 partial(attention.varlen, q, k, v, _starts(0, count), SCALE),
-                partial(native, *(_heads_first(x)[None] for x in (q, k, v)), is_causal=True),
+                _native(*(_heads_first(x)[None] for x in (q, k, v)), causal=True),
                 "torch sdpa bf16",
                 2.0,
                 repeats=10,
@@ -70,20 +81,21 @@ def rows() -> list[dict]:
         q = q[:requests]
         pages = length // BLOCK
         order = torch.arange(requests * pages, dtype=torch.int32).view(requests, pages)
-        sequences = (_heads_first(x.view(requests, length, KEY_HEADS, SIZE)) for x in (k, v))
+        ks, vs = (_heads_first(x.view(requests, length, KEY_HEADS, SIZE)) for x in (k, v))
         table.append(
             row(
                 f"attention decode {requests} x 1 over {length} keys, 9 over 3 heads of 64",
                 partial(
                     attention.paged,
                     q,
-                    *(x.view(-1, BLOCK, KEY_HEADS, SIZE) for x in (k, v)),
+                    k.view(-1, BLOCK, KEY_HEADS, SIZE),
+                    v.view(-1, BLOCK, KEY_HEADS, SIZE),
                     order,
                     torch.arange(requests + 1, dtype=torch.int32),
                     torch.full((requests,), length, dtype=torch.int32),
                     SCALE,
                 ),
-                partial(native, q[:, :, None], *sequences),
+                _native(q[:, :, None], ks, vs, causal=False),
                 "torch sdpa bf16",
                 2.0,
             )
