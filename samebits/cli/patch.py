@@ -178,10 +178,9 @@ def drift(
     found = checking.drift(workspace, pin, against, model)
     touched = {finding.patch for finding in found}
     series = Series(workspace, upstream)
-    for name in series.of(model) if model else series.order:
-        if name not in touched:
-            found.append(checking.Finding(upstream, name, checking.APPLIES, ""))
-    _print_findings(found, as_json)
+    names = series.of(model) if model else series.order
+    clean = [checking.Finding(upstream, n, checking.APPLIES, "") for n in names if n not in touched]
+    _print_findings(found + clean, as_json)
     checking.raise_for_drift(found, f"samebits patch apply {upstream} --edit")
 
 
