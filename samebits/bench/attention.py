@@ -66,11 +66,12 @@ def rows() -> list[dict]:
     table = []
     for count in (64, 256, 1024):
         q, k, v = _inputs(count)
+        qs, ks, vs = (_heads_first(x)[None] for x in (q, k, v))
         table.append(
             row(
                 f"attention prefill 1 x {count}, 9 over 3 heads of 64",
                 partial(attention.varlen, q, k, v, _starts(0, count), SCALE),
-                _native(*(_heads_first(x)[None] for x in (q, k, v)), causal=True),
+                _native(qs, ks, vs, causal=True),
                 "torch sdpa bf16",
                 2.0,
                 repeats=10,
