@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Run the gates of a case and write its evidence.")
+app = typer.Typer()
 
 
-@app.callback(invoke_without_command=True)
+@app.command()
 def prove(
     case: Annotated[str, typer.Argument(help="Name of a case, see `samebits case list`.")],
     quick: Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Run a short RL loop and compare rollout and trainer in every step.")
+app = typer.Typer()
 
 
 class Arm(enum.StrEnum):
@@ -16,7 +16,7 @@ class Arm(enum.StrEnum):
     stock = "stock"
 
 
-@app.callback(invoke_without_command=True)
+@app.command()
 def rl(
     case: Annotated[str, typer.Argument(help="Name of a case, see `samebits case list`.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps; default: the recipe's.")] = 0,

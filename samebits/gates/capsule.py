@@ -38,10 +38,11 @@ def synthetic(
     count: int,
     seed: int,
 ) -> list[Request]:
-    """Requests of random ids that cover the scheduler's corners, then random lengths up to `count`.
+    """Requests of random ids: one for each corner of the scheduler, then random ones up to `count`.
 
     Lengths: one token, exactly one block, block +- 1, exactly the step budget, over it (so that a
-    prompt is split), two identical prompts with different seeds, a long shared prefix, more than one attention partition.
+    prompt is split), two identical prompts with different seeds, a long shared prefix, and more
+    than one attention partition.
     """
     draw = random.Random(seed)
 

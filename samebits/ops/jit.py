@@ -8,15 +8,35 @@ rows or columns and never a sum, so the thread count cannot move bits.
 from __future__ import annotations
 
 import concurrent.futures
+import hashlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+
+
+def _cache_folder() -> Path:
+    """Where compiled kernels are kept: one folder for each state of all operator sources.
+
+    Numba looks at a kernel's own file only; a kernel that inlines a changed function from another
+    file would be taken from the cache with its old bits.
+    """
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "samebits" / "kernels" / digest.hexdigest()[:16]
+
+
+config.CACHE_DIR = str(_cache_folder())
 
 # nogil: kernels run side by side in our own threads; cache: compiled once per machine.
 kernel = njit(nogil=True, fastmath=False, error_model="numpy", cache=True, boundscheck=False)
