@@ -34,6 +34,7 @@ check: setup ## lint, format, types, patch series, generated pages
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/samebits patch check
+	@$(BIN)/python scripts/pages.py --check
 
 clean: ## remove build products (never evidence, never edited upstream trees)
 	@rm -rf build/capsules build/arms .pytest_cache .ruff_cache .mypy_cache

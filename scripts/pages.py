@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Write the generated parts of README.md from evidence, recorded rows and pins.
+
+    scripts/pages.py            rewrite what stands between `<!-- NAME: generated -->` and its end
+    scripts/pages.py --check    change nothing
+
+Exit codes: 0 pages say what they should, 1 a page differs (or has lost a marker).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from samebits import cases, recipe
+from samebits.patching import pins
+from samebits.patching.workspace import Workspace
+
+ROOT = Path(__file__).resolve().parents[1]
+LEGS = {
+    "A": "a row alone = the row in any batch",
+    "B": "decode = prefill, under splits, prefix hits, preemption",
+    "C": "trainer = prefill, padded and packed",
+    "D": "every claimed layout = one rank",
+    "E": "still equal after optimizer steps and refits",
+    "F": "whole logit rows, by digest",
+    "O": "no further from an fp32 oracle than stock",
+    "rl": "RL run, all steps",
+}
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def case_table() -> str:
+    """Per case: verdict, then tokens and mismatches of each leg."""
+    rows = []
+    for status in cases.all_statuses():
+        legs = ", ".join(
+            f"{leg} {count:,}" if leg == "O" else f"{leg} {status.mismatches[leg]:,} of {count:,}"
+            for leg, count in status.tokens.items()
+        )
+        rows.append(
+            [
+                f"[{status.case}](cases/{status.case}/recipe.md)",
+                status.verdict,
+                legs or "-",
+                "; ".join(status.not_shown) or "-",
+                status.date or "-",
+            ]
+        )
+    legend = "\n".join(f"- **{leg}**: {text}" for leg, text in LEGS.items())
+    table = _table(["case", "verdict", "mismatches of tokens, per leg", "not shown", "date"], rows)
+    return f"{table}\n\n{legend}"
+
+
+def control_table() -> str:
+    """Every recorded comparison beside its negative control."""
+    rows = []
+    for case in recipe.known_cases():
+        path = recipe.load(case).evidence_path
+        if not path.exists():
+            continue
+        for record in json.loads(path.read_text())["predicate"]["comparisons"]:
+            control = record["control"]
+            if control is None:
+                continue
+            rows.append(
+                [
+                    case,
+                    record["leg"],
+                    record["name"],
+                    f"{record['mismatches']:,} of {record['tokens']:,}",
+                    control["name"],
+                    f"{control['mismatches']:,} of {control['tokens']:,}",
+                ]
+            )
+    return _table(["case", "leg", "pair", "mismatches", "control", "its mismatches"], rows)
+
+
+def bench_table() -> str:
+    path = ROOT / "cases" / "bench.json"
+    if not path.exists():
+        return "Nothing recorded yet."
+    rows = []
+    for row in json.loads(path.read_text()):
+        target = "-" if row["target"] is None else f"{row['target']:.2f}"
+        met = {None: "-", True: "yes", False: "no"}[row["met"]]
+        ours = f"{row['ours']:,} {row['unit']}"
+        against = f"{row['against']['name']}: {row['against']['time']:,}"
+        rows.append([row["work"], ours, against, f"{row['ratio']:.2f}", target, met])
+    hardware = sorted({row["hardware"] for row in json.loads(path.read_text())})
+    table = _table(["work", "ours", "against", "ratio", "target", "met"], rows)
+    return f"{table}\n\nMeasured on: {'; '.join(hardware)}."
+
+
+def pin_table() -> str:
+    workspace = Workspace.find()
+    rows = []
+    for pin in pins.load(workspace).values():
+        order = workspace.patches / pin.name / "order"
+        count = 0
+        if order.exists():
+            lines = (line.strip() for line in order.read_text().splitlines())
+            count = sum(bool(line) and not line.startswith("#") for line in lines)
+        rows.append([pin.name, f"{pin.distribution} {pin.version}", pin.tag, str(count)])
+    return _table(["upstream", "release", "tag", "patches"], rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "cases": case_table,
+    "controls": control_table,
+    "bench": bench_table,
+    "pins": pin_table,
+}
+PAGES = {"README.md": ("cases", "controls", "bench", "pins")}
+
+
+def rendered(text: str, names: tuple[str, ...], page: str) -> str:
+    for name in names:
+        pattern = re.compile(rf"(<!-- {name}: generated -->\n).*?(<!-- end -->)", re.DOTALL)
+        if not pattern.search(text):
+            sys.exit(f"{page} has no `<!-- {name}: generated -->` .. `<!-- end -->`")
+        body = PARTS[name]()
+        text = pattern.sub(lambda m, body=body: f"{m[1]}{body}\n{m[2]}", text)
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, exit 1 on a difference"
+    )
+    check = parser.parse_args().check
+    stale = []
+    for page, names in PAGES.items():
+        path = ROOT / page
+        text = path.read_text()
+        wanted = rendered(text, names, page)
+        if wanted != text:
+            stale.append(page)
+            if not check:
+                path.write_text(wanted)
+    if stale and check:
+        print(
+            f"differs: {', '.join(stale)}\n\nhint: .venv/bin/python scripts/pages.py",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
