@@ -91,6 +91,13 @@ def test_bits_equal_the_reference(low, high):
         assert same(out[t], reference.token(*seen)), t
 
 
+def test_merges_of_several_partitions_equal_the_reference():
+    q, k, v = inputs(3 * PARTITION + 1, heads=8, key_heads=4, size=16, low=-3, high=2)
+    out = exact(q, k, v)
+    for t in (2 * PARTITION + 3, 3 * PARTITION):
+        assert same(out[t], reference.exact(q[t], k[: t + 1], v[: t + 1], SCALE)), t
+
+
 def test_partitions_change_bits_so_they_are_a_constant(monkeypatch):
     q, k, v = inputs(PARTITION + 40, heads=2, key_heads=1, size=16, low=-1, high=2)
     t = len(q) - 1
