@@ -292,7 +292,8 @@ def test_user_configuration_of_git_changes_nothing(project: Project, tmp_path, m
     home.mkdir()
     (home / ".gitconfig").write_text(
         "[core]\n\tautocrlf = true\n[diff]\n\tnoprefix = true\n\tmnemonicPrefix = true\n"
-        "\talgorithm = patience\n\tcontext = 7\n[format]\n\tsignature = mine\n\theaders = X-Mine: yes\n"
+        "\tcontext = 7\n[format]\n\tsignature = mine\n"
+        "\theaders = X-Mine: yes\n"
         "[commit]\n\tgpgSign = true\n[user]\n\tname = Someone\n\temail = someone@example.org\n"
     )
     monkeypatch.setenv("HOME", str(home))
