@@ -133,7 +133,9 @@ def receive(
     names: Collection[str],
     step: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Verify the whole transfer, then return an iterator over (name, private copy of the tensor).
+    """Verify the whole transfer, then return an iterator over (name, tensor).
+
+    Tensors lie in a private mapping: writing to one reaches nobody else.
 
     `contract_digest`, `names` and `step` are the receiver's own. Raises Refused SB0706 (other
     contract), SB0707 (tensor missing, unknown or doubled), SB0708 (other step, segment gone or
@@ -159,7 +161,7 @@ def receive(
                 required=f"checksum {entry.checksum} (step {manifest.step})",
                 hint="samebits explain SB0705",
             )
-    return ((entry.name, _tensor(view, entry).clone()) for entry in manifest.entries)
+    return ((entry.name, _tensor(view, entry)) for entry in manifest.entries)
 
 
 def _check_names(sent: list[str], expected: Collection[str]) -> None:
