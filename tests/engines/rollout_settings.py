@@ -88,9 +88,13 @@ def main(model: str) -> None:
         )
         for name, p in REQUESTS.items()
     }
-    quantized = EngineArgs(model=model, **GOOD).create_engine_config()
-    quantized.model_config.quantization = "fp8"  # reading it from a model needs an extra package
-    found["quantization"] = _outcome(lambda: current_platform.check_and_update_config(quantized))
+
+    def quantized() -> None:
+        config = EngineArgs(model=model, **GOOD).create_engine_config()
+        config.model_config.quantization = "fp8"  # a quantized model needs an extra package
+        current_platform.check_and_update_config(config)
+
+    found["quantization"] = _outcome(quantized)
     print(json.dumps(found | {"draws": _draws()}))
 
 

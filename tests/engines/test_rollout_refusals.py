@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rollout_settings import ENGINES, REQUESTS
 from trainer_support import QWEN3, make_case
 
 from samebits.engines.rollout import RolloutSettings
+from samebits.patching import tree_path
 
 pytestmark = pytest.mark.engine
 
@@ -76,6 +78,18 @@ def test_a_seeded_row_draws_alone_in_a_mixed_batch(found):
 def test_runner_v2_is_refused_and_the_control_runs_what_it_is_given(case):
     assert _run(case, VLLM_USE_V2_MODEL_RUNNER="1")["plain"] == "SB0502"
     assert _run(case, SAMEBITS_ARITHMETIC="stock")["request: top-p"] is None
+
+
+def test_an_unpatched_tree_is_refused(case, tmp_path):
+    tree = tree_path("vllm", "qwen3-tiny")
+    archive = tmp_path / "upstream.tar"
+    root = subprocess.check_output(
+        ["git", "-C", tree, "rev-list", "--max-parents=0", "HEAD"], text=True
+    ).strip()
+    subprocess.check_call(["git", "-C", tree, "archive", f"--output={archive}", root, "vllm"])
+    with tarfile.open(archive) as upstream:
+        upstream.extractall(tmp_path, filter="data")
+    assert _run(case, PYTHONPATH=str(tmp_path))["plain"] == "SB0513"
 
 
 def test_the_callers_environment_neither_reaches_in_nor_changes(case, monkeypatch):

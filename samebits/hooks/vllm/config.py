@@ -10,6 +10,7 @@ from samebits.errors import Refused
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+HOOK = "samebits"  # the name under which a patched module imports its hooks
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -21,6 +22,7 @@ def check(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     if model is None or not runtime.aligned():  # vLLM also builds configs without a model
         return
+    _check_tree()
     _check_architecture(model)
     _check_engine(vllm_config, model)
     _check_parallel(vllm_config, model)
@@ -29,6 +31,21 @@ def check(vllm_config: VllmConfig) -> None:
 
 def _refuse(error_id: str, seen: str, required: str) -> None:
     raise Refused(error_id, seen=seen, required=required, hint=f"samebits explain {error_id}")
+
+
+def _check_tree() -> None:
+    """The patched modules import their hooks; upstream's own would compute natively, in silence."""
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+    from vllm.v1.sample import sampler
+
+    bare = [m.__name__ for m in (linear, vocab_parallel_embedding, sampler) if not hasattr(m, HOOK)]
+    if bare:
+        raise Refused(
+            "SB0513",
+            seen=f"{', '.join(bare)} without the project's patches ({linear.__file__})",
+            required="a vLLM tree with the series applied",
+            hint="samebits patch apply vllm",
+        )
 
 
 def _check_architecture(model) -> None:

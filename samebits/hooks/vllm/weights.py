@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -38,7 +38,7 @@ class Shard:
         return tensor_checksum(self.data, shape=self.shape, index=self.index)
 
 
-def load(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+def load(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Copy logical tensors into the live parameters; returns how many came.
 
     Raises Refused SB0508 when a parameter was not filled. Tensors are consumed one by one.
@@ -63,7 +63,7 @@ def load(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
     return count
 
 
-def shards(model: nn.Module, rank: int) -> Iterator[Shard]:
+def shards(model: Any, rank: int) -> Iterator[Shard]:
     """Every logical tensor's part that this rank owns; replicated ones belong to rank 0."""
     packed = model.packed_modules_mapping
     tied = model.config.tie_word_embeddings
@@ -115,11 +115,11 @@ def _fused(path: str, module, packed: dict[str, list[str]], rank: int) -> Iterat
         start += rows
 
 
-def names(model: nn.Module) -> list[str]:
+def names(model: Any) -> list[str]:
     """Published names of all logical tensors, the same on every rank."""
     return [shard.name for shard in shards(model, 0)]
 
 
-def checksums(model: nn.Module, rank: int) -> dict[str, str]:
+def checksums(model: Any, rank: int) -> dict[str, str]:
     """Logical tensor -> hex checksum of this rank's part (`bits.add_digests` sums ranks)."""
     return {shard.name: bits.hex_digest(shard.checksum()) for shard in shards(model, rank)}

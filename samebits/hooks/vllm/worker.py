@@ -7,6 +7,7 @@ between its processes as text only.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -30,6 +31,9 @@ def _reply(method):
 
 class Extension:
     """Calls that need the worker's model; usable as `worker_extension_cls` with another worker."""
+
+    model_runner: Any  # of the worker that this is mixed into
+    rank: int
 
     @_reply
     def samebits_load_weights(self, manifest: str, step: int | None = None) -> int:
@@ -68,23 +72,11 @@ class Extension:
         return _contract_digest()
 
     @_reply
-    def samebits_binding(self) -> dict:
-        """Outcome of the known-answer probes at start; empty in the stock control."""
-        return self.binding
-
-    @_reply
     def samebits_row_digests(self, on: bool) -> dict[str, dict[str, str]]:
         """Switch recording on or off; returns and clears what was recorded."""
         digests = self.model_runner.row_digests
         digests.on = on
         return digests.take()
-
-    @_reply
-    def samebits_hazards(self, reset: bool = False) -> dict:
-        report = self.hazards.report()
-        if reset:
-            self.hazards.reset()
-        return report
 
 
 def _contract_digest() -> str:
@@ -96,6 +88,19 @@ def _contract_digest() -> str:
 
 class CpuWorker(Extension, CPUWorker):
     """vLLM's CPU worker that counts scheduler hazards and checks the contract before it loads."""
+
+    @_reply
+    def samebits_binding(self) -> dict:
+        """Outcome of the known-answer probes at start; empty in the stock control."""
+        return self.binding
+
+    @_reply
+    def samebits_hazards(self, reset: bool = False) -> dict:
+        """Counters of `hazards.Hazards.report`; `reset` zeroes them afterwards."""
+        report = self.hazards.report()
+        if reset:
+            self.hazards.reset()
+        return report
 
     @wire.reporting()
     def init_device(self) -> None:
