@@ -201,8 +201,9 @@ class RolloutEngine:
         """
         rows = self._rpc("samebits_row_digests", on)[0]
         return {
-            request: {int(index): int(digest, 16) for index, digest in found.items()}
-            for request, found in rows.items()
+            # Inside the engine core, vLLM adds a random suffix to the id of a request.
+            internal.rpartition("-")[0]: {int(i): int(digest, 16) for i, digest in found.items()}
+            for internal, found in rows.items()
         }
 
     def close(self) -> None:
