@@ -256,7 +256,7 @@ def _leg_a(book: _Book, done: Mapping[str, Stage]) -> None:
     hazards = {"batch_1": alone.get("1", 0), "batch_16": sizes.get("16", 0)}
     book.add(
         "A",
-        "prefill alone, prefill in a batch",
+        "prefill-alone/prefill-batch",
         "A row computed alone equals the row in a batch.",
         compare(plain.streams["alone"], plain.streams["batch"]),
         hazards=hazards,
@@ -264,7 +264,7 @@ def _leg_a(book: _Book, done: Mapping[str, Stage]) -> None:
     )
     book.add(
         "A",
-        "decode alone, decode in mixed batches",
+        "decode-alone/decode-mixed",
         "A request decoded alone equals the request decoded among others, split and preempted.",
         compare(plain.streams["decode_alone"], done["rollout_stress"].streams["decode"]),
         hazards=hazards,
@@ -276,7 +276,7 @@ def _leg_b(book: _Book, done: Mapping[str, Stage]) -> None:
     twins = _twins(done)
     book.add(
         "B",
-        "decode, prefill",
+        "decode/prefill",
         "Decode under splits, prefix hits and preemption equals prefill of the same tokens.",
         compare(done["rollout_stress"].streams["decode"], done["rollout_plain"].streams["batch"]),
         hazards={
@@ -305,7 +305,7 @@ def _leg_c(book: _Book, done: Mapping[str, Stage]) -> None:
     for layout in ("padded", "packed"):
         book.add(
             "C",
-            f"trainer {layout}, prefill",
+            f"trainer-{layout}/prefill",
             f"The trainer's score of a {layout} batch equals the rollout's prefill.",
             compare(trainer[layout], prefill),
             hazards={layout: count},
@@ -321,7 +321,7 @@ def _leg_d(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
             last = (trainer_tp, rollout_tp) == (largest, 1)
             book.add(
                 "D",
-                f"trainer TP{trainer_tp}, rollout TP{rollout_tp}",
+                f"trainer-tp{trainer_tp}/rollout-tp{rollout_tp}",
                 f"The trainer on {trainer_tp} rank(s) equals the rollout on {rollout_tp}.",
                 compare(
                     done[f"trainer_tp{trainer_tp}"].streams["padded"],
@@ -341,7 +341,7 @@ def _leg_e(book: _Book, done: Mapping[str, Stage]) -> None:
     late = steps[1:]
     book.add(
         "E",
-        "rollout, trainer after optimizer steps and refits",
+        "rollout/trainer-after-refits",
         "After each optimizer step and refit the rollout still equals the trainer.",
         rl.as_counts(done["rl_aligned"]),
         hazards={
@@ -358,8 +358,8 @@ def _leg_f(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
     columns = {"whole_row": run.recipe.config["vocab_size"]}
     control = _control("stock", compare(stock, done["stock_rollout"].streams["batch"], "row"))
     for name, left, layout in (
-        ("decode rows, trainer rows", done["rollout_stress"].streams["decode"], "padded"),
-        ("prefill rows, packed trainer rows", done["rollout_plain"].streams["batch"], "packed"),
+        ("decode-rows/trainer-rows", done["rollout_stress"].streams["decode"], "padded"),
+        ("prefill-rows/packed-trainer-rows", done["rollout_plain"].streams["batch"], "packed"),
     ):
         book.add(
             "F",
@@ -377,7 +377,7 @@ def _leg_o(book: _Book, done: Mapping[str, Stage]) -> dict[str, Any]:
     _, *stock = oracle.distance(done["stock_rollout"].streams["batch"], reference)
     planted, mean, _ = oracle.distance(done["planted_rope"].streams["score"], reference)
     return evidence.oracle(
-        "prefill, fp32 Hugging Face model",
+        "prefill/fp32-hugging-face",
         "The aligned arm is no further from an fp32 oracle than the stock arm.",
         tokens=tokens,
         aligned=(aligned[0], aligned[1]),

@@ -11,7 +11,7 @@ from samebits.gates import capsule, oracle, workload
 from samebits.gates.run import Run, Stage
 
 # The stress engine: a small step budget splits prompts, few pages force preemption.
-STRESS = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "kv_blocks": 48}
+STRESS = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "kv_blocks": 34}
 
 
 def _settings(run: Run, **changes) -> RolloutSettings:
