@@ -84,7 +84,7 @@ class RolloutSettings:
         }
         threads = max(1, len(os.sched_getaffinity(0)) // self.tensor_parallel_size)
         own = {
-            "PYTHONPATH": os.pathsep.join(str(p) for p in patching.python_paths(self.series)),
+            "PYTHONPATH": str(patching.tree_path("vllm", self.series)),
             "SAMEBITS_CONTRACT": str(Path(self.contract).resolve()),
             "SAMEBITS_ARITHMETIC": self.arithmetic,
             "VLLM_PLUGINS": "samebits",
