@@ -41,7 +41,7 @@ class Size:
 
     @classmethod
     def quick(cls) -> Size:
-        return cls(14, 8, 4, 4, 8, 2)
+        return cls(18, 8, 4, 4, 8, 2)
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,11 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
 
 def _layout_stages(run: Run, whole: Sequence[Sequence[int]], add) -> None:
     for tp in run.recipe.rollout_tp:
-        add(f"rollout_tp{tp}", lambda tp=tp: stages.rollout_score(run, whole, base=0, tp=tp))
+        if tp > 1:
+            add(f"rollout_tp{tp}", lambda tp=tp: stages.rollout_score(run, whole, base=0, tp=tp))
     for tp in run.recipe.trainer_tp:
-        add(f"trainer_tp{tp}", lambda tp=tp: stages.trainer_score(run, whole, tp=tp))
+        if tp > 1:
+            add(f"trainer_tp{tp}", lambda tp=tp: stages.trainer_score(run, whole, tp=tp))
     largest = max(run.recipe.trainer_tp)
     add(
         "planted_ranks",
@@ -313,9 +315,19 @@ def _leg_c(book: _Book, done: Mapping[str, Stage]) -> None:
         )
 
 
+def _layout(done: Mapping[str, Stage], side: str, tp: int) -> Stream:
+    """Score of the main sequences by one layout; one rank is what the other legs ran."""
+    if tp == 1:
+        return {
+            "rollout": done["rollout_plain"].streams["batch"],
+            "trainer": done["trainer"].streams["padded"],
+        }[side]
+    return done[f"{side}_tp{tp}"].streams[{"rollout": "score", "trainer": "padded"}[side]]
+
+
 def _leg_d(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
     largest = max(run.recipe.trainer_tp)
-    planted = compare(done["planted_ranks"].streams["padded"], done["rollout_tp1"].streams["score"])
+    planted = compare(done["planted_ranks"].streams["padded"], _layout(done, "rollout", 1))
     for trainer_tp in run.recipe.trainer_tp:
         for rollout_tp in run.recipe.rollout_tp:
             last = (trainer_tp, rollout_tp) == (largest, 1)
@@ -323,10 +335,7 @@ def _leg_d(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
                 "D",
                 f"trainer-tp{trainer_tp}/rollout-tp{rollout_tp}",
                 f"The trainer on {trainer_tp} rank(s) equals the rollout on {rollout_tp}.",
-                compare(
-                    done[f"trainer_tp{trainer_tp}"].streams["padded"],
-                    done[f"rollout_tp{rollout_tp}"].streams["score"],
-                ),
+                compare(_layout(done, "trainer", trainer_tp), _layout(done, "rollout", rollout_tp)),
                 layouts=(f"tp{trainer_tp}", f"tp{rollout_tp}"),
                 hazards={
                     "trainer_tp2": int(trainer_tp == 2),
