@@ -37,7 +37,11 @@ from samebits.weights.transport import Manifest
 # are ended. A refusal that all ranks share arrives well within it.
 GRACE = 10.0
 # Megatron warns about the second; neither moves a bit on a CPU.
-_QUIET = {"TOKENIZERS_PARALLELISM": "false", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+_QUIET = {
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
 
 
 class TrainerProcess:
