@@ -32,11 +32,11 @@ LIMITS = (
 class Size:
     """How much a run computes. `quick` is for continuous integration and is never recorded."""
 
-    requests: int = 32
-    response: int = 32
-    alone: int = 12
-    control_requests: int = 12
-    control_response: int = 24
+    requests: int = 28
+    response: int = 20
+    alone: int = 8
+    control_requests: int = 8
+    control_response: int = 16
     rl_steps: int | None = None
 
     @classmethod
