@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,7 @@ def _requests(start: int) -> list[Request]:
     ]
 
 
-def _per_token(call: Callable[[], object], tokens: int) -> tuple[float, object]:
+def _per_token(call: Callable[[], object], tokens: int) -> tuple[float, Any]:
     started = time.perf_counter()
     value = call()
     return (time.perf_counter() - started) * 1e3 / tokens, value
