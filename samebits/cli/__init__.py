@@ -30,7 +30,7 @@ VERBS = {
     "prove": ("prove", "Run the gates of a case and write its evidence."),
     "verify": ("evidence", "Recompute the verdict of recorded evidence."),
     "rl": ("rl", "Run a short RL loop and count mismatched log-probabilities."),
-    "case": ("case", "List the model cases and their status; start a new one."),
+    "case": ("case", "List the model cases and their status; show one."),
     "bench": ("bench", "Run the benchmarks, or show the recorded rows."),
     "measure": ("measure", "Say how far your own rollout and trainer log-probabilities are apart."),
     "doctor": ("doctor", "Check this machine before a job."),
