@@ -1,4 +1,4 @@
-"""`samebits prove CASE` and `samebits rl CASE`."""
+"""`samebits prove CASE`: run the legs of a case, or locate where one sequence differs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,33 @@ def prove(
     record: Annotated[
         bool, typer.Option("--record", help="Write evidence and report to the case folder.")
     ] = False,
+    locate: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="SEQUENCE",
+            help="Compute one sequence of the run alone and say where engines part.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the statement.")] = False,
 ) -> None:
     """Run every leg with its negative control, and judge the counts.
 
-    Finished stages of an interrupted run are reused. Exit code: 0 equal, 1 different, 2 refused,
-    3 not observed.
+    Finished stages of an interrupted run are reused. On a difference, `difference.json` beside the
+    evidence says which layer, region and element differ first. Exit code: 0 equal, 1 different,
+    2 refused, 3 not observed.
     """
     from samebits.errors import Refused
 
-    if quick and record:
+    if record and (quick or locate is not None):
         raise Refused(
             "SB0903",
-            seen="--quick and --record",
+            seen=f"--record with {'--quick' if quick else '--locate'}",
             required="one of them",
             hint=f"samebits prove {case} --record",
         )
+    if locate is not None:
+        raise typer.Exit(_locate(case, locate, quick, as_json))
     from samebits import env
     from samebits.evidence.verdict import judge
     from samebits.gates import page
@@ -50,10 +61,29 @@ def prove(
         _table(statement.predicate)
         for reason in judge(statement.predicate).reasons:
             print(f"- {reason}")
+        for difference in outcome.differences:
+            print(f"\n{difference}\n")
         print(f"evidence: {outcome.run.workspace.show(outcome.path)}")
         print(f"report:   {outcome.run.workspace.show(html)}")
         print(page.sentence(statement))
     raise typer.Exit({"EQUAL": 0, "DIFFERENT": 1, "NOT_OBSERVED": 3}[statement.verdict])
+
+
+def _locate(case: str, sequence: int, quick: bool, as_json: bool) -> int:
+    """Exit code 1 when a pair of arms differs, else 0."""
+    from samebits.gates import locate
+    from samebits.gates.prove import locked_run
+
+    with locked_run(case, quick=quick) as run:
+        found = locate.sequence_alone(run, sequence)
+    if as_json:
+        print(json.dumps([report.as_dict() for report in found], indent=1))
+    else:
+        for report in found:
+            print(f"{report}\n")
+        pairs = ", ".join("/".join(pair) for pair in locate.PAIRS)
+        print(f"{case}, sequence {sequence}: {len(found)} pairs of {pairs} differ")
+    return 1 if any(report.note is None for report in found) else 3 if found else 0
 
 
 def _table(predicate) -> None:

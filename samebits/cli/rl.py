@@ -23,21 +23,21 @@ def rl(
     arithmetic: Annotated[Arm, typer.Option(help="Which operators both engines use.")] = (
         Arm.aligned
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the records of all steps.")] = (
-        False
-    ),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the records of all steps.")
+    ] = False,
 ) -> None:
     """Rollout in vLLM, score in Megatron, verl's loss, optimizer step, refit, and again.
 
     Exit code: 0 when no log-probability of the run differs in a bit, else 1.
     """
-    from samebits.gates.prove import Size, open_run
+    from samebits.gates.prove import locked_run
     from samebits.gates.rl import run_rl
     from samebits.gates.streams import compare
 
-    run = open_run(case, Size())
-    count = steps or (run.recipe.rl or {}).get("steps", 1)
-    stage = run_rl(run, steps=count, arithmetic=arithmetic.value)
+    with locked_run(case) as run:
+        count = steps or (run.recipe.rl or {}).get("steps", 1)
+        stage = run_rl(run, steps=count, arithmetic=arithmetic.value)
     total = compare(stage.streams["rollout"], stage.streams["trainer"])
     if as_json:
         print(json.dumps(stage.facts["steps"], indent=1))

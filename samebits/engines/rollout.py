@@ -50,6 +50,7 @@ class RolloutSettings:
     kv_blocks    pages of the KV cache; few of them force preemption
     arithmetic   `aligned`, or `stock` for the negative control
     fault        name of a planted fault (negative controls only)
+    trace        folder to record operators in while it exists (`samebits.trace`)
     series       patch series of vLLM to run with
     """
 
@@ -66,6 +67,7 @@ class RolloutSettings:
     seed: int = 0
     arithmetic: str = "aligned"
     fault: str | None = None
+    trace: Path | None = None
     load_format: str = "samebits"
     log_level: str = "ERROR"
 
@@ -100,6 +102,8 @@ class RolloutSettings:
         }
         if self.fault:
             own["SAMEBITS_FAULT"] = self.fault
+        if self.trace:
+            own["SAMEBITS_TRACE"] = str(self.trace)
         return kept | own
 
 

@@ -12,6 +12,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from samebits import trace
 from samebits.engines import rollout_wire as wire
 from samebits.engines.rollout_wire import Completion, Request, Score
 from samebits.errors import Refused, SamebitsError
@@ -22,7 +23,10 @@ class Server:
 
     def start(self, settings: dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.plugins import load_general_plugins
 
+        load_general_plugins()  # plants a fault, if there is one; what it returns is traced
+        trace.install()  # vLLM forks its other processes from this one
         self._llm = LLM(
             model=settings["model"],
             skip_tokenizer_init=True,

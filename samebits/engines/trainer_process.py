@@ -56,6 +56,7 @@ class TrainerProcess:
         tp: int = 1,
         arithmetic: str = "aligned",
         fault: str | None = None,
+        trace: Path | None = None,
         seed: int = 1234,
         optimizer: OptimizerSettings | None = None,
         micro_tokens: int = 512,
@@ -65,6 +66,7 @@ class TrainerProcess:
     ):
         """Start `tp` ranks and build the model; arguments as of `Trainer`.
 
+        trace         folder to record operators in while it exists (`samebits.trace`)
         python_paths  go first on the ranks' PYTHONPATH (`samebits.patching.python_paths(model)`)
         threads       per rank; default: this process's CPUs divided by `tp`
         timeout       seconds that one call may take
@@ -72,7 +74,7 @@ class TrainerProcess:
         self.tp, self.timeout = tp, timeout
         self._ranks: list[tuple[subprocess.Popen, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="samebits-trainer-")
-        environment = _environment(python_paths, contract, arithmetic, fault)
+        environment = _environment(python_paths, contract, arithmetic, fault, trace)
         threads = threads or max(1, len(os.sched_getaffinity(0)) // max(1, tp))
         try:
             for _ in range(max(1, tp)):
@@ -211,14 +213,18 @@ class TrainerProcess:
         self._folder.cleanup()
 
 
-def _environment(python_paths, contract, arithmetic: str, fault: str | None) -> dict[str, str]:
+def _environment(
+    python_paths, contract, arithmetic: str, fault: str | None, trace: Path | None
+) -> dict[str, str]:
     environment = {**os.environ, **_QUIET, "SAMEBITS_ARITHMETIC": arithmetic}
-    for name in ("SAMEBITS_CONTRACT", "SAMEBITS_FAULT"):
+    for name in ("SAMEBITS_CONTRACT", "SAMEBITS_FAULT", "SAMEBITS_TRACE"):
         environment.pop(name, None)
     if contract is not None:
         environment["SAMEBITS_CONTRACT"] = str(Path(contract).resolve())
     if fault is not None:
         environment["SAMEBITS_FAULT"] = fault
+    if trace is not None:
+        environment["SAMEBITS_TRACE"] = str(trace)
     paths = [str(p) for p in python_paths] + [os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
     return environment

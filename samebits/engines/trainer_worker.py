@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from samebits import runtime
+from samebits import faults, runtime, trace
 from samebits.engines import trainer_wire as wire
 from samebits.engines.trainer import Trainer
 from samebits.errors import SamebitsError
@@ -37,6 +37,9 @@ class Worker:
 
     def start(self, threads: int, **options) -> dict:
         torch.set_num_threads(threads)
+        if runtime.aligned():
+            faults.install()
+            trace.install()
         self._trainer = Trainer(**options)
         return self.info()
 

@@ -37,6 +37,7 @@ class DifferenceReport:
     region     first region whose output differs; `element` is its index
     operands   name -> digest of what the region was given; equal on both sides, or the difference
                is further up
+    note       why the descent ended before an element was reached
     """
 
     leg: str
@@ -56,6 +57,7 @@ class DifferenceReport:
     differing: int | None = None
     elements: int | None = None
     operands: dict[str, str] | None = None
+    note: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,7 +72,7 @@ class DifferenceReport:
         )
         lines += _sides("  logprob ", self.left, self.right)
         if self.region is None:
-            lines.append("  region    not traced")
+            lines.append(f"  region    {self.note or 'not traced'}")
         else:
             if self.layer is not None:
                 lines.append(f"  layer     {self.layer}")

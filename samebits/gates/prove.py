@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 from samebits import evidence
 from samebits import recipe as recipes
 from samebits.contract import Contract
+from samebits.evidence import DifferenceReport
 from samebits.evidence.statement import Statement
-from samebits.gates import capsule, oracle, rl, stages, workload
+from samebits.gates import capsule, locate, oracle, rl, stages, workload
 from samebits.gates.run import Run, Stage
 from samebits.gates.streams import Counts, Stream, compare
+from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
 
 LIMITS = (
@@ -46,12 +49,16 @@ class Size:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a proving run leaves: the statement, where it was written, the stages behind it."""
+    """What a proving run leaves: the statement, where it was written, the stages behind it.
+
+    differences   one report for each comparison with a mismatch, stored in `difference.json`
+    """
 
     statement: Statement
     path: Path
     stages: Mapping[str, Stage]
     run: Run
+    differences: Sequence[DifferenceReport] = ()
 
 
 def open_run(case: str, size: Size) -> Run:
@@ -64,10 +71,21 @@ def open_run(case: str, size: Size) -> Run:
     return Run(recipe, contract, model, {k: v for k, v in asdict(size).items() if v is not None})
 
 
+@contextlib.contextmanager
+def locked_run(case: str, *, quick: bool = False) -> Iterator[Run]:
+    """`open_run` while no other run of this case works in this checkout (SB0108)."""
+    recipe = recipes.load(case)
+    with Workspace.find().lock(f"run-{recipe.case}", wait_seconds=0):
+        yield open_run(case, Size.quick() if quick else Size())
+
+
 def prove(case: str, *, quick: bool = False, record: bool = False) -> Outcome:
     """Run all legs of the recipe. `record` writes to the case folder, otherwise to `build/runs`."""
-    size = Size.quick() if quick else Size()
-    run = open_run(case, size)
+    with locked_run(case, quick=quick) as run:
+        return _prove(run, Size.quick() if quick else Size(), quick, record)
+
+
+def _prove(run: Run, size: Size, quick: bool, record: bool) -> Outcome:
     started = _now()
     done = _stages(run, size)
     comparisons, oracles, rl_record = _judge(run, done)
@@ -86,7 +104,9 @@ def prove(case: str, *, quick: bool = False, record: bool = False) -> Outcome:
     )
     path = run.recipe.evidence_path if record else run.folder / run.recipe.evidence_path.name
     statement = evidence.write(statement, path)
-    return Outcome(statement, path, done, run)
+    differences = locate.reports(run, comparisons)  # after the evidence, which they may not delay
+    locate.write(differences, path.with_name("difference.json"))
+    return Outcome(statement, path, done, run, differences)
 
 
 def _now() -> str:
