@@ -24,11 +24,15 @@ if [ ! -e "$stamp" ]; then
     [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
     pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
     echo "setup: installing torch and $(grep -c == scripts/requirements.lock) pinned packages" >&2
-    # torch first and with its dependencies: on Python 3.12 its build brings CUDA libraries.
+    # The patch verbs need few packages; the upstreams are fetched and patched while the rest installs.
+    pip --constraint scripts/requirements.lock --editable .
+    "$VENV/bin/samebits" patch apply >&2 &
+    patching=$!
+    # torch with its dependencies: on Python 3.12 its build brings CUDA libraries.
     pip "$(grep '^torch==' scripts/requirements.lock)"
     pip --no-deps -r scripts/requirements.lock
-    pip --no-deps -e .
+    wait "$patching"
     touch "$stamp"
 fi
 
-"$VENV/bin/samebits" patch apply >&2
+"$VENV/bin/samebits" patch apply >/dev/null
