@@ -4,9 +4,10 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 CASE ?= smollm2-135m
+CASES := $(patsubst cases/%/contract.json,%,$(wildcard cases/*/contract.json))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check prove verify clean
+.PHONY: help setup demo test test-slow test-upstream check prove verify clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,11 +31,17 @@ test: setup ## the test suite
 test-slow: setup ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m "slow and not gpu"
 
-check: setup ## lint, format, types, patch series, generated pages
+test-upstream: setup ## upstream's own tests of what the patches touch, unmodified against patched
+	@$(BIN)/python scripts/upstream_tests.py
+
+check: setup ## lint, format, types, patch series, contracts, generated pages, wording
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/samebits patch check
+	@for case in $(CASES); do $(BIN)/samebits contract diff $$case || exit; done
+	@$(BIN)/python scripts/patch_index.py --check
 	@$(BIN)/python scripts/pages.py --check
+	@$(BIN)/python scripts/words.py
 
 clean: ## remove build products (never evidence, never edited upstream trees)
 	@rm -rf build/capsules build/arms .pytest_cache .ruff_cache .mypy_cache

@@ -1,4 +1,4 @@
-"""One environment for every test, whoever calls: nothing of the caller's can move bits or hide a bug.
+"""One environment for every test, whoever calls.
 
 Variables that choose arithmetic, kernels or import paths are removed before any test module is
 imported, so that child processes do not see them either. A planted fault is refused, not removed:

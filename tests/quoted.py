@@ -1,4 +1,4 @@
-"""Finds quoted commands and says what is wrong with them, for tests of hints, pages and error texts."""
+"""Finds quoted commands in pages and hints, and says what is wrong with them."""
 
 from __future__ import annotations
 

@@ -56,14 +56,13 @@ def hints() -> Iterator[tuple[str, str]]:
     """(place, command) of every literal hint: `hint=`, `fix=`, and variables of these names."""
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
-            found: list[ast.expr] = []
-            if isinstance(node, ast.keyword) and node.arg in ("hint", "fix"):
-                found = [node.value]
-            elif isinstance(node, ast.Assign) and any(
-                isinstance(t, ast.Name) and t.id in ("hint", "fix") for t in node.targets
-            ):
-                found = [node.value]
-            for value in found:
+            names: list[str | None] = []
+            if isinstance(node, ast.keyword):
+                names = [node.arg]
+            elif isinstance(node, ast.Assign):
+                names = [t.id for t in node.targets if isinstance(t, ast.Name)]
+            if {"hint", "fix"} & set(names):
+                value = node.value
                 choices = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
                 for choice in choices:
                     if text := text_of(choice):
@@ -98,10 +97,7 @@ def test_every_hint_is_a_command():
 
 def test_every_explained_id_exists():
     unknown = {
-        place: key
-        for place, text in hints()
-        for key in ID.findall(text)
-        if key not in catalog()
+        place: key for place, text in hints() for key in ID.findall(text) if key not in catalog()
     }
     assert not unknown
 

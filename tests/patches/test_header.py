@@ -98,7 +98,7 @@ def test_created_and_deleted_files():
         ("Refreshed: v1.0 2026-01-31", "Refreshed: v1.0", "`Refreshed: v1.0`"),
         ("Refreshed: v1.0 2026-01-31", "Refreshed: v0.9 2026-01-31", "the pin is v1.0"),
         ("Full Name <name@example.org>", "Full Name", "`Signed-off-by: Full Name`"),
-        ("Decode and", "Décode and", "outside ASCII"),
+        ("Decode and", "D\u00e9code and", "outside ASCII"),
         ("places, so that\n", "places, so that \n", "trailing space"),
         ("their bits differ", "---\ntheir bits differ", "git reads as the start"),
     ],
