@@ -21,7 +21,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 
-
 def _cache_folder() -> Path:
     """Where compiled kernels are kept: one folder for each state of all operator sources.
 
@@ -30,8 +29,10 @@ def _cache_folder() -> Path:
     """
     root = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in [root.parent / "bits.py", *sorted(root.rglob("*.py"))]:
+        digest.update(
+            str(path.relative_to(root.parent)).encode() + b"\0" + path.read_bytes() + b"\0"
+        )
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "samebits" / "kernels" / digest.hexdigest()[:16]
 
@@ -69,7 +70,9 @@ def _executor(workers: int) -> concurrent.futures.ThreadPoolExecutor:
 
 
 def parallel_for(body: Callable[[int, int], None], total: int, grain: int = 1) -> None:
-    """Call `body(start, stop)` over [0, total), cut at multiples of `grain`, on torch's thread count.
+    """Call `body(start, stop)` over [0, total), cut at multiples of `grain`.
+
+    Spans run on as many threads as torch uses.
 
     `body` must release the GIL (a `kernel`) and its results must not depend on the cut.
     """

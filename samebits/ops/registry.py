@@ -74,7 +74,7 @@ _lock = threading.Lock()
 
 
 def register(implementation: Implementation) -> Implementation:
-    """Add an implementation; a second one for the same (region, platform) is a programming error."""
+    """Add an implementation; a second one for a (region, platform) is a programming error."""
     key = (implementation.region, implementation.platform)
     if implementation.region not in REGIONS or key in _implementations:
         raise RuntimeError(f"cannot register {implementation.id} for {key}")
