@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -189,6 +189,14 @@ class RolloutEngine:
     def binding(self) -> dict[str, Any]:
         """Outcome of the known-answer probes at start, the same on every rank."""
         return self._same("samebits_binding")
+
+    def semantics(self, outside: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Settings that decide what a log-probability means, as the running engine has them.
+
+        outside   name -> changes to the settings of a sampled request; each is submitted
+        Returns {logprobs_mode, tokenizer, vocabulary, refused: name -> error id, or None}.
+        """
+        return self._call("semantics", dict(outside))
 
     def served(self, reset: bool = False) -> dict[str, int]:
         """Rows that each region computed, on rank 0 (every rank computes every row)."""

@@ -81,6 +81,26 @@ class Server:
             for tokens, output in zip(sequences, outputs, strict=True)
         ]
 
+    def semantics(self, outside: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        config = self._llm.llm_engine.vllm_config.model_config
+        return {
+            "logprobs_mode": config.logprobs_mode,
+            "tokenizer": not config.skip_tokenizer_init,
+            "vocabulary": config.get_vocab_size(),
+            "refused": {name: self._refusal(changes) for name, changes in outside.items()},
+        }
+
+    def _refusal(self, changes: dict[str, Any]) -> str | None:
+        """Id of the error that a request meets, or None where it is served."""
+        from vllm import SamplingParams
+
+        settings = {"seed": 1, "max_tokens": 2, "logprobs": 0, "detokenize": False} | changes
+        try:
+            self._run([[1, 2]], SamplingParams(**settings))
+        except SamebitsError as error:
+            return error.error_id
+        return None
+
     def reset_prefix_cache(self) -> int:
         outcome: Any = self._llm.reset_prefix_cache()
         if not outcome:
@@ -101,9 +121,19 @@ class Server:
         return values
 
     def _run(self, prompts: list[list[int]], params) -> list[Any]:
-        return self._llm.generate(
+        """Outputs in the order of `prompts`; refuses when vLLM computed other token ids."""
+        outputs = self._llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
         )
+        for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            if list(output.prompt_token_ids) != list(prompt):
+                raise Refused(
+                    "SB0901",
+                    seen=f"vLLM computed other token ids than request {index} names",
+                    required="the token ids that went in",
+                    hint="samebits explain SB0901",
+                )
+        return outputs
 
     @staticmethod
     def _completion(output) -> Completion:

@@ -20,7 +20,7 @@ from samebits import trace
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.errors import Refused, SamebitsError
 from samebits.evidence import DifferenceReport, Side
-from samebits.gates import capsule, stages, workload
+from samebits.gates import capsule, rl, stages, workload
 from samebits.gates.run import Run, say
 from samebits.gates.streams import FirstDifference, Stream, compare
 from samebits.trace import Call, RegionDifference
@@ -42,8 +42,6 @@ _ARMS = {
     ("F", "decode-rows/trainer-rows"): ("decode", "padded"),
     ("F", "prefill-rows/packed-trainer-rows"): ("prefill", "packed"),
 }
-# Sequences of RL step n are numbered from n times this.
-_STRIDE = 1000
 _UNTRACED = {
     "A": "not traced: both sides are one engine, and differ by what else is in the batch",
     "D": "not traced: ranks hold shards, which have no counterpart on one rank",
@@ -261,8 +259,8 @@ def reports(run: Run, comparisons: Sequence[Mapping]) -> list[DifferenceReport]:
         names = _ARMS.get((leg, name))
         if leg == "E":
             report |= {
-                "step": sequence // _STRIDE,
-                "command": f"samebits rl {run.recipe.case} --steps {sequence // _STRIDE}",
+                "step": sequence // rl.STRIDE,
+                "command": f"samebits rl {run.recipe.case} --steps {sequence // rl.STRIDE}",
             }
         if names is None:
             found.append(DifferenceReport(**report, note=_UNTRACED.get(leg)))

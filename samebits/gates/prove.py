@@ -15,7 +15,7 @@ from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.evidence import DifferenceReport
 from samebits.evidence.statement import Statement
-from samebits.gates import capsule, locate, oracle, rl, stages, workload
+from samebits.gates import agreement, capsule, locate, oracle, rl, semantic, stages, workload
 from samebits.gates.run import Run, Stage
 from samebits.gates.streams import Counts, Stream, compare
 from samebits.patching.workspace import Workspace
@@ -88,10 +88,20 @@ def prove(case: str, *, quick: bool = False, record: bool = False) -> Outcome:
 def _prove(run: Run, size: Size, quick: bool, record: bool) -> Outcome:
     started = _now()
     done = _stages(run, size)
+    statement = state(run, done, quick=quick, started=started)
+    path = run.recipe.evidence_path if record else run.folder / run.recipe.evidence_path.name
+    statement = evidence.write(statement, path)
+    # After the evidence, which an engine that fails now may not lose.
+    differences = locate.reports(run, statement.predicate["comparisons"])
+    locate.write(differences, path.with_name("difference.json"))
+    return Outcome(statement, path, done, run, differences)
+
+
+def state(run: Run, done: Mapping[str, Stage], *, quick: bool, started: str) -> Statement:
+    """Statement of finished stages; `quick` asks of each leg only as many tokens as it ran."""
     comparisons, oracles, rl_record = _judge(run, done)
-    target = _relaxed(run.recipe, comparisons, oracles) if quick else run.recipe
-    statement = evidence.build(
-        target,
+    return evidence.build(
+        _relaxed(run.recipe, comparisons, oracles) if quick else run.recipe,
         run.contract,
         limits=LIMITS,
         happenstance={"started": started, "finished": _now(), "host": platform.machine()},
@@ -100,13 +110,9 @@ def _prove(run: Run, size: Size, quick: bool, record: bool) -> Outcome:
         rl=rl_record,
         intent=_intent(),
         seeds={"capsule": 11, "control": 13, **_rl_seed(run.recipe)},
+        switches=_switches(run, done),
         not_covered=["CUDA", "sequence, pipeline, context and expert parallelism"],
     )
-    path = run.recipe.evidence_path if record else run.folder / run.recipe.evidence_path.name
-    statement = evidence.write(statement, path)
-    differences = locate.reports(run, comparisons)  # after the evidence, which they may not delay
-    locate.write(differences, path.with_name("difference.json"))
-    return Outcome(statement, path, done, run, differences)
 
 
 def _now() -> str:
@@ -115,6 +121,12 @@ def _now() -> str:
 
 def _rl_seed(recipe: Recipe) -> dict[str, int]:
     return {"rl": recipe.rl["seed"]} if recipe.rl else {}
+
+
+def _switches(run: Run, done: Mapping[str, Stage]) -> dict[str, str]:
+    requests = capsule.read(run.folder / "capsule.json")
+    pairs = semantic.distinct((request.prompt, request.seed) for request in requests)
+    return semantic.switches(done["rollout_stress"].facts["semantics"], pairs)
 
 
 def _intent() -> dict[str, str]:
@@ -152,6 +164,8 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
         done[name] = run.stage(name, work)
         return done[name]
 
+    for capsule_requests in (requests, controls):
+        semantic.distinct((request.prompt, request.seed) for request in capsule_requests)
     stress = add("rollout_stress", lambda: stages.rollout_stress(run, requests))
     whole = stress.facts["sequences"]
     stock = add("stock_rollout", lambda: stages.rollout_control(run, controls, arithmetic="stock"))
@@ -161,6 +175,7 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
         "trainer",
         lambda: stages.trainer_score(run, whole, layouts=("padded", "packed")),
     )
+    _agree(run, done)
     add(
         "stock_trainer",
         lambda: stages.trainer_score(run, own, base=workload.CONTROL_BASE, arithmetic="stock"),
@@ -184,11 +199,28 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
         )
     if "D" in legs:
         _layout_stages(run, whole, add)
+        _agree(run, done)
     if run.recipe.rl is not None:
         steps = size.rl_steps or run.recipe.rl["steps"]
         add("rl_aligned", lambda: rl.run_rl(run, steps=steps, arithmetic="aligned"))
         add("rl_stock", lambda: rl.run_rl(run, steps=steps, arithmetic="stock"))
     return done
+
+
+def _agree(run: Run, done: Mapping[str, Stage]) -> None:
+    """One contract in every aligned process so far, equal probe answers, all regions served."""
+    agreement.contracts(
+        run.contract,
+        {name: stage.facts["contract"] for name, stage in done.items() if "contract" in stage.facts}
+        | {
+            name: stage.facts["info"]["contract_digest"]
+            for name, stage in done.items()
+            if "info" in stage.facts and stage.facts["info"]["arithmetic"] == "aligned"
+        },
+    )
+    stress, trainer = done["rollout_stress"].facts, done["trainer"].facts["info"]
+    agreement.answers(stress["binding"], trainer["answers"])
+    agreement.served(run.contract, stress["served"], trainer["served"], ("trainer_score",))
 
 
 def _layout_stages(run: Run, whole: Sequence[Sequence[int]], add) -> None:

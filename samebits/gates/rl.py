@@ -15,23 +15,25 @@ from typing import Any
 import numpy as np
 
 from samebits import mismatch, patching, prompts
+from samebits.contract.model import TRAINER_CASES
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.rollout_wire import Completion, Request
 from samebits.engines.trainer import OptimizerSettings
 from samebits.engines.trainer_batch import TrainBatch
 from samebits.errors import Different, Refused
-from samebits.gates import policy, stages
+from samebits.gates import agreement, policy, semantic, stages
 from samebits.gates.run import Run, Stage, say
 from samebits.gates.streams import Stream
 
 # One prompt returns in every step: after a refit its cached blocks must be gone.
 _REPEATED = 0
+STRIDE = 1000
 
 
 def run_rl(run: Run, *, steps: int, arithmetic: str) -> Stage:
     """Streams `rollout` (sampled) and `trainer` (scored), and `steps`: one record for each step.
 
-    A sequence is numbered step * 1000 + sample, steps from 1.
+    A sequence is numbered step * STRIDE + sample, steps from 1.
     """
     settings = run.recipe.rl
     if settings is None:
@@ -43,6 +45,11 @@ def run_rl(run: Run, *, steps: int, arithmetic: str) -> Stage:
         )
     _use_patched_verl(run)
     tasks = _tasks(run, settings, steps)
+    semantic.distinct(
+        (request.prompt, request.seed)
+        for step in range(1, steps + 1)
+        for request in _requests(tasks[step - 1], settings, step)
+    )
     rollout_settings = RolloutSettings.of(run.recipe, run.model, arithmetic=arithmetic)
     optimizer = OptimizerSettings(lr=float(settings["learning_rate"]))
     streams = {"rollout": Stream(), "trainer": Stream()}
@@ -51,7 +58,8 @@ def run_rl(run: Run, *, steps: int, arithmetic: str) -> Stage:
         RolloutEngine(rollout_settings) as engine,
         stages.trainer(run, arithmetic=arithmetic, optimizer=optimizer) as trainer,
     ):
-        _agree(engine, trainer, arithmetic)
+        if arithmetic == "aligned":
+            _agree(run, engine, trainer)
         dropped = -1  # before the first refit
         for step in range(1, steps + 1):
             record = _step(run, engine, trainer, tasks[step - 1], settings, step, streams)
@@ -68,7 +76,8 @@ def run_rl(run: Run, *, steps: int, arithmetic: str) -> Stage:
             record["dropped_blocks"] = dropped
             records.append(record)
             _report(arithmetic, record)
-    return Stage(streams, {"steps": records})
+        served = _served(run, engine, trainer) if arithmetic == "aligned" else {}
+    return Stage(streams, {"steps": records, "served": served})
 
 
 def _use_patched_verl(run: Run) -> None:
@@ -88,35 +97,26 @@ def _tasks(run: Run, settings, steps: int) -> list[list[Any]]:
     ]
 
 
-def _agree(engine: RolloutEngine, trainer, arithmetic: str) -> None:
-    """Both engines hold one contract, and their probes gave one set of answers."""
-    if arithmetic != "aligned":
-        return
+def _agree(run: Run, engine: RolloutEngine, trainer) -> None:
+    """Both engines hold the case's contract, and their probes gave one set of answers."""
     info = trainer.info()
-    mine, theirs = engine.contract_digest(), info["contract_digest"]
-    if mine != theirs:
-        raise Refused(
-            "SB0907",
-            seen=f"rollout loaded contract {mine}, trainer {theirs}",
-            required="one contract",
-            hint="samebits explain SB0907",
-        )
-    if dict(engine.binding()["answers"]) != dict(info["answers"]):
-        raise Different(
-            "SB0908",
-            seen="known-answer probes of rollout and trainer differ",
-            required="equal answers",
-            hint="samebits explain SB0908",
-        )
+    agreement.contracts(
+        run.contract,
+        {"the rollout": engine.contract_digest(), "the trainer": info["contract_digest"]},
+    )
+    agreement.answers(engine.binding(), info["answers"])
+
+
+def _served(run: Run, engine: RolloutEngine, trainer) -> dict[str, dict[str, int]]:
+    """Rows that each region computed in the run; a bound region without any is refused."""
+    counts = {"rollout": engine.served(), "trainer": trainer.info()["served"]}
+    agreement.served(run.contract, counts["rollout"], counts["trainer"], TRAINER_CASES)
+    return counts
 
 
 def _step(run, engine, trainer, tasks, settings, step: int, streams) -> dict[str, Any]:
     samples = settings["samples_per_prompt"]
-    requests = [
-        Request(task.ids, settings["max_tokens"], seed=_seed(settings, step, t, s))
-        for t, task in enumerate(tasks)
-        for s in range(samples)
-    ]
+    requests = _requests(tasks, settings, step)
     completions = engine.generate(requests)
     whole = [[*r.prompt, *c.tokens] for r, c in zip(requests, completions, strict=True)]
     scores = trainer.score(whole, layout="padded")
@@ -124,7 +124,7 @@ def _step(run, engine, trainer, tasks, settings, step: int, streams) -> dict[str
         logprobs[len(r.prompt) - 1 :] for r, logprobs in zip(requests, scores.logprobs, strict=True)
     ]
     for index, (request, done, logprobs) in enumerate(zip(requests, completions, old, strict=True)):
-        key, start = step * 1000 + index, len(request.prompt)
+        key, start = step * STRIDE + index, len(request.prompt)
         streams["rollout"].add(key, start, done.tokens, done.logprob_bits)
         streams["trainer"].add(key, start, done.tokens, logprobs)
     tokenizer = prompts.tokenizer_of(run.model)
@@ -150,6 +150,14 @@ def _step(run, engine, trainer, tasks, settings, step: int, streams) -> dict[str
         "repeated_cached_tokens": completions[_REPEATED].cached_tokens,
         "verl": {name: float(value) for name, value in metrics.items()},
     }
+
+
+def _requests(tasks, settings, step: int) -> list[Request]:
+    return [
+        Request(task.ids, settings["max_tokens"], seed=_seed(settings, step, t, s))
+        for t, task in enumerate(tasks)
+        for s in range(settings["samples_per_prompt"])
+    ]
 
 
 def _seed(settings, step: int, prompt: int, sample: int) -> int:
@@ -225,7 +233,7 @@ def as_counts(stage: Stage):
 
     def late(stream: Stream) -> Stream:
         columns = stream.columns()
-        keep = columns["sequence"] >= 2000
+        keep = columns["sequence"] >= 2 * STRIDE
         return Stream({name: column[keep] for name, column in columns.items()})
 
     return compare(late(stage.streams["rollout"]), late(stage.streams["trainer"]))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from samebits import patching
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.trainer_process import TrainerProcess
-from samebits.gates import capsule, oracle, workload
+from samebits.gates import capsule, oracle, semantic, workload
 from samebits.gates.run import Run, Stage
 
 # The stress engine: a small step budget splits prompts, few pages force preemption.
@@ -31,10 +31,13 @@ def trainer(run: Run, **changes) -> TrainerProcess:
 def rollout_stress(run: Run, requests: Sequence[capsule.Request]) -> Stage:
     """Aligned decode with everything that the scheduler can do to a request."""
     with RolloutEngine(_settings(run, **STRESS)) as engine:
+        meaning = semantic.ask(engine)
+        semantic.check(meaning, run.recipe)
         engine.row_digests(True)
         completions = engine.generate(workload.to_engine(requests))
         digests = engine.row_digests(False)
         facts = {
+            "semantics": meaning,
             "hazards": engine.stats(),
             "served": engine.served(),
             "binding": engine.binding(),
@@ -75,6 +78,7 @@ def rollout_plain(
         again = [engine.generate(workload.to_engine([requests[i]]))[0] for i in few]
         alone_hazards = engine.stats(reset=True)
         extra_scores = engine.score(extra)
+        digest = engine.contract_digest()
     alone_stream, again_stream = workload.Stream(), workload.Stream()
     for i, score, done in zip(few, single, again, strict=True):
         rows = single_digests.get(score.request_id)
@@ -88,7 +92,7 @@ def rollout_plain(
             "decode_alone": again_stream,
             "extra": workload.scored(extra, extra_scores, base=workload.CONTROL_BASE),
         },
-        {"batch_hazards": batch_hazards, "alone_hazards": alone_hazards},
+        {"batch_hazards": batch_hazards, "alone_hazards": alone_hazards, "contract": digest},
     )
 
 
