@@ -1,0 +1,133 @@
+"""From the streams of finished stages to a verdict."""
+
+import dataclasses
+
+import pytest
+
+from samebits.errors import Refused
+from samebits.evidence.verdict import judge
+from samebits.gates import page, prove
+from samebits.gates.run import Stage
+
+CASES = ("qwen3-tiny", "smollm2-135m")
+
+
+@pytest.fixture(params=CASES)
+def finished(request, run_of, stages_of):
+    run = run_of(request.param)
+    return run, stages_of(run.recipe)
+
+
+def _state(run, done, quick=True):
+    return prove.state(run, done, quick=quick, started="2025-01-01T00:00:00+00:00")
+
+
+def _replace(done, stage, **streams):
+    old = done[stage]
+    return done | {stage: dataclasses.replace(old, streams={**old.streams, **streams})}
+
+
+def test_equal_streams_with_diverging_controls_are_equal(finished):
+    run, done = finished
+    if run.recipe.rl:  # as many steps as the run has
+        run.recipe.data["rl"]["steps"] = 2
+        for arm in ("aligned", "stock"):
+            done[f"rl_{arm}"].facts["steps"][2:] = []
+    statement = _state(run, done)
+    assert judge(statement.predicate).reasons == ()
+    assert statement.verdict == "EQUAL"
+    assert {r["leg"] for r in statement.predicate["comparisons"]} == {*run.recipe.legs} - {"O"}
+    switches = statement.predicate["parameters"]["switches"]
+    assert switches["distinct_prompt_seed_pairs"] == "16"
+    assert switches["logprobs_mode"] == "raw_logprobs"
+
+
+def test_a_full_run_must_compare_as_many_tokens_as_the_recipe_asks_for(finished):
+    run, done = finished
+    statement = _state(run, done, quick=False)
+    assert statement.verdict == "NOT_OBSERVED"
+    assert any("tokens of the" in reason for reason in judge(statement.predicate).reasons)
+
+
+def test_one_flipped_bit_is_different_and_located(finished, make):
+    run, done = finished
+    done = _replace(done, "trainer", packed=make.stream(flip=(3, 11)))
+    statement = _state(run, done)
+    assert statement.verdict == "DIFFERENT"
+    (record,) = [
+        r for r in statement.predicate["comparisons"] if r["name"] == "trainer-packed/prefill"
+    ]
+    assert record["mismatches"] == 1
+    first = record["first_difference"]
+    assert (first["sequence"], first["position"]) == (3, 11)
+    assert first["token"] == make.sequences[3][11]
+    assert int(first["left"], 16) ^ int(first["right"], 16) == 1
+    assert "DIFFERENT, 1 mismatches" in page.sentence(statement)
+
+
+@pytest.mark.parametrize("leg", ["A", "B", "C"])
+def test_a_silent_control_is_not_observed(finished, make, leg):
+    run, done = finished
+    base = 10_000
+    streams = {
+        "A": ("stock_rollout", {"alone": make.stream(base=base, seed=3)}),
+        "B": ("stock_rollout", {"decode": make.stream(10, base=base, seed=3)}),
+        "C": ("stock_trainer", {"padded": make.stream(base=base, seed=3)}),
+    }[leg]
+    statement = _state(run, _replace(done, streams[0], **streams[1]))
+    assert statement.verdict == "NOT_OBSERVED"
+    assert any(f"leg {leg}" in r and "diverge" in r for r in judge(statement.predicate).reasons)
+
+
+def test_a_planted_fault_stands_in_for_a_silent_stock_arm(finished, make):
+    run, done = finished
+    base = 10_000
+    done = _replace(done, "stock_rollout", alone=make.stream(base=base, seed=3))
+    planted = {"batch": make.stream(base=base, seed=7), "alone": make.stream(base=base, seed=8)}
+    done |= {"planted_rollout": Stage(planted, {})}
+    record = _state(run, done).predicate["comparisons"][0]
+    assert record["leg"] == "A" and record["control"]["name"] == "k_cut_by_rows"
+    assert record["control"]["kind"] == "planted" and record["control"]["mismatches"] > 0
+
+
+@pytest.mark.parametrize(
+    ("counter", "hazard"),
+    [("split_mid_prompt", "split_mid_prompt"), ("resumed", "preempted")],
+)
+def test_a_hazard_that_never_fired_is_not_observed(finished, counter, hazard):
+    run, done = finished
+    done["rollout_stress"].facts["hazards"][counter] = 0
+    statement = _state(run, done)
+    assert statement.verdict == "NOT_OBSERVED"
+    assert f"leg B: hazard {hazard} never fired" in judge(statement.predicate).reasons
+
+
+def test_two_seeds_of_one_prompt_must_give_two_texts(finished, make):
+    run, done = finished
+    make.sequences[7] = make.sequences[6]
+    assert any("two_seeds" in r for r in judge(_state(run, done).predicate).reasons)
+
+
+def test_other_tokens_at_one_position_are_refused(finished, make):
+    run, done = finished
+    make.sequences[5] = [t + 1 for t in make.sequences[5]]
+    with pytest.raises(Refused, match="SB0901"):
+        _state(run, _replace(done, "trainer", padded=make.stream()))
+
+
+def test_a_stale_prefix_cache_is_not_observed(run_of, stages_of):
+    run = run_of("smollm2-135m")
+    done = stages_of(run.recipe)
+    for step in done["rl_aligned"].facts["steps"]:
+        step["cache_invalidated"] = False
+    reasons = judge(_state(run, done, quick=False).predicate).reasons
+    assert "leg E: hazard prefix_cache_invalidated never fired" in reasons
+
+
+def test_an_aligned_arm_further_from_the_oracle_than_stock_is_different(run_of, stages_of, make):
+    run = run_of("smollm2-135m")
+    done = stages_of(run.recipe)
+    done = _replace(done, "rollout_plain", extra=make.stream(base=10_000, seed=40))
+    statement = _state(run, done)
+    assert statement.verdict == "DIFFERENT"
+    assert any("leg O" in reason for reason in judge(statement.predicate).reasons)
