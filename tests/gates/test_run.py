@@ -1,0 +1,163 @@
+"""A run is resumable, alone in its checkout, and leaves no process behind when interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from samebits.errors import Refused
+from samebits.gates.prove import locked_run
+from samebits.gates.run import Run, Stage
+from samebits.gates.streams import Stream, compare
+from samebits.patching.workspace import Workspace
+
+
+@pytest.fixture
+def run(tmp_path) -> Run:
+    made = Run.__new__(Run)
+    made.folder = tmp_path
+    return made
+
+
+def _work(calls: list[str]) -> Stage:
+    calls.append("ran")
+    stream = Stream()
+    stream.add(0, 1, [4, 5], np.array([1, 2], np.uint32))
+    return Stage({"decode": stream}, {"fired": 3})
+
+
+def test_a_finished_stage_is_loaded_and_not_run_again(run):
+    calls: list[str] = []
+    first = run.stage("one", lambda: _work(calls))
+    again = run.stage("one", lambda: _work(calls))
+    assert calls == ["ran"]
+    assert again.facts["fired"] == 3 and "_streams" not in again.facts
+    assert compare(first.streams["decode"], again.streams["decode"]).tokens == 2
+
+
+def test_a_stage_without_its_record_runs_again(run):
+    calls: list[str] = []
+    run.stage("one", lambda: _work(calls))
+    (run.folder / "one.json").rename(run.folder / "one.part")  # interrupted before the last step
+    run.stage("one", lambda: _work(calls))
+    assert calls == ["ran", "ran"]
+
+
+def test_a_failed_stage_leaves_no_record(run):
+    def fail() -> Stage:
+        raise Refused("SB0512", seen="gone", required="an engine", hint="samebits doctor")
+
+    with pytest.raises(Refused):
+        run.stage("one", fail)
+    assert list(run.folder.iterdir()) == []
+
+
+def test_two_runs_of_one_case_are_refused(tmp_path, monkeypatch):
+    from samebits.gates import prove
+
+    workspace = Workspace(tmp_path)
+    monkeypatch.setattr(Workspace, "find", classmethod(lambda cls: workspace))
+    monkeypatch.setattr(prove, "open_run", lambda case, size: types.SimpleNamespace(size=size))
+    with locked_run("qwen3-tiny") as first:
+        assert first.size.requests == 28
+        with pytest.raises(Refused, match="SB0108") as error, locked_run("qwen3-tiny", quick=True):
+            pass
+        assert "build/locks/run-qwen3-tiny.lock" in error.value.seen
+        with locked_run("smollm2-135m"):  # another case works on other files
+            pass
+    with locked_run("qwen3-tiny", quick=True) as second:
+        assert second.size.requests == 18
+
+
+# `samebits prove` with the engines' interpreter replaced by one that never answers: everything
+# from the command line to the processes' ends is real.
+_PROGRAM = """
+import sys
+from pathlib import Path
+from samebits import cli
+from samebits.engines.rollout import RolloutEngine, RolloutSettings
+from samebits.engines.trainer_process import TrainerProcess
+from samebits.gates import prove, run
+from samebits.gates.streams import Stream
+from samebits.patching.workspace import Workspace
+
+root, idle, second = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+workspace = Workspace(root)
+
+def open_run(case, size):
+    made = run.Run.__new__(run.Run)
+    made.folder, made.workspace = root, workspace
+    return made
+
+def start_engine():
+    sys.executable = idle
+    if second == "trainer":
+        TrainerProcess(root, contract=None)
+    else:
+        RolloutEngine(RolloutSettings(root, root / "contract.json", "series"))
+
+def all_stages(made, size):
+    made.stage("first", lambda: run.Stage({"decode": Stream()}, {}))
+    if second != "none":
+        made.stage("second", start_engine)
+    raise SystemExit(7)
+
+Workspace.find = classmethod(lambda cls: workspace)
+RolloutSettings.environment = lambda self: {"PATH": "/usr/bin:/bin"}
+prove.open_run, prove._stages = open_run, all_stages
+sys.exit(cli.run(["prove", "qwen3-tiny"]))
+"""
+
+
+def _alive(marker: str) -> list[str]:
+    """Processes whose command line names `marker`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if marker in command and state != "Z":
+            found.append(command)
+    return found
+
+
+def _wait_for(condition, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.parametrize(("engine", "processes"), [("rollout", 2), ("trainer", 1)])
+def test_an_interrupted_run_ends_its_processes_and_resumes(tmp_path, engine, processes):
+    idle, child = tmp_path / "idle-engine", f"{tmp_path}/idle-child"
+    # As vLLM's front end does, that of the rollout has a child of its own.
+    idle.write_text(f'#!/bin/sh\ncase "$2" in *rollout*) sh {child} & esac\nexec sh {child}\n')
+    (tmp_path / "idle-child").write_text("sleep 600\n")
+    idle.chmod(0o755)
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    log = tmp_path / "log"
+
+    def start(second: str) -> subprocess.Popen:
+        command = [sys.executable, tmp_path / "program.py", tmp_path, idle, second]
+        with log.open("w") as file:
+            return subprocess.Popen(command, stderr=file, start_new_session=True)
+
+    process = start(engine)
+    assert _wait_for(lambda: len(_alive(child)) == processes, 30), log.read_text()
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
+    assert process.wait(30) == 130, log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert _wait_for(lambda: not _alive(child), 5), _alive(child)
+    assert (tmp_path / "first.json").exists() and not (tmp_path / "second.json").exists()
+
+    start("none").wait(30)
+    assert "first: finished earlier, reused" in log.read_text()
