@@ -19,7 +19,7 @@ class Arm(enum.StrEnum):
 @app.command()
 def rl(
     case: Annotated[str, typer.Argument(help="Name of a case, see `samebits case list`.")],
-    steps: Annotated[int, typer.Option(min=1, help="Steps; default: the recipe's.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps; default: the recipe's.")] = None,
     arithmetic: Annotated[Arm, typer.Option(help="Which operators both engines use.")] = (
         Arm.aligned
     ),

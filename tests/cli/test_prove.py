@@ -1,0 +1,164 @@
+"""`samebits prove` and `samebits rl`: refusals before any work, output and exit codes after it."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+from samebits import cli
+from samebits import recipe as recipes
+from samebits.evidence import DifferenceReport, Side, comparison, control
+from samebits.gates import locate, page, prove, rl
+from samebits.gates.run import Stage
+from samebits.gates.streams import Stream
+from samebits.patching.workspace import Workspace
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """A checkout of its own, in which no engine is ever started."""
+    found = Workspace(tmp_path)
+    monkeypatch.setattr(Workspace, "find", classmethod(lambda cls: found))
+    return found
+
+
+def test_an_unknown_case_is_refused_with_the_known_ones(workspace, capsys):
+    for verb in ("prove", "rl"):
+        assert cli.run([verb, "no-such-case"]) == 2
+        error = capsys.readouterr().err
+        assert "SB0322" in error and "qwen3-tiny" in error and "hint: samebits case list" in error
+
+
+@pytest.mark.parametrize("other", [["--quick"], ["--locate", "3"]])
+def test_a_shortened_run_cannot_be_recorded(workspace, capsys, other):
+    assert cli.run(["prove", "qwen3-tiny", "--record", *other]) == 2
+    error = capsys.readouterr().err
+    assert "SB0903" in error and other[0] in error
+    assert not workspace.build.exists()
+
+
+def test_a_negative_sequence_is_a_usage_error(capsys):
+    assert cli.run(["prove", "qwen3-tiny", "--locate", "-1"]) == 2
+    assert "--locate" in capsys.readouterr().err
+
+
+def test_a_second_run_of_one_case_is_refused(workspace, capsys):
+    with workspace.lock("run-qwen3-tiny"):
+        for verb, *options in (["prove"], ["rl"], ["prove", "--locate", "1"]):
+            assert cli.run([verb, "qwen3-tiny", *options]) == 2
+            assert "SB0108" in capsys.readouterr().err
+
+
+def test_a_case_without_rl_is_refused(workspace, capsys, monkeypatch):
+    run = types.SimpleNamespace(recipe=recipes.load("qwen3-tiny"), options={})
+    monkeypatch.setattr(prove, "open_run", lambda case, size: run)
+    assert cli.run(["rl", "qwen3-tiny"]) == 2
+    error = capsys.readouterr().err
+    assert "SB0905" in error and "qwen3-tiny has no `rl` section" in error
+
+
+def test_steps_are_counted_from_one(capsys):
+    assert cli.run(["rl", "qwen3-tiny", "--steps", "0"]) == 2
+    assert "--steps" in capsys.readouterr().err
+
+
+SIDE = Side("rollout, decode", "bf800000"), Side("rollout, prefill", "bf800001")
+REPORT = DifferenceReport("B", "decode/prefill", 4, 9, 7, *SIDE, "samebits prove toy --locate 4")
+
+
+def _outcome(tmp_path, verdict: str):
+    wrong = int(verdict == "DIFFERENT")
+    record = comparison(
+        "B",
+        "decode/prefill",
+        "left equals right",
+        tokens=10,
+        mismatches=wrong,
+        streams=("a" * 64, ("b" if wrong else "a") * 64),
+        command="samebits prove toy",
+        max_abs=0.25 * wrong,
+        control=control("stock", 8, 5, 0.5),
+    )
+    predicate = {
+        "comparisons": [record],
+        "oracle": [],
+        "rl": None,
+        "repeats": [],
+        "parameters": {
+            "rl_steps": 0,
+            "legs": {"B": {"tokens": 10, "hazards": [], "control": "stock"}},
+        },
+    }
+    if verdict == "NOT_OBSERVED":
+        predicate["parameters"]["legs"]["B"]["hazards"] = ["preempted"]
+    statement = types.SimpleNamespace(
+        predicate=predicate, data={"predicate": predicate}, case="toy", verdict=verdict
+    )
+    run = types.SimpleNamespace(workspace=Workspace(tmp_path))
+    differences = [REPORT] if wrong else []
+    return prove.Outcome(statement, tmp_path / "evidence.json", {}, run, differences)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code", "words"),
+    [
+        ("EQUAL", 0, ["toy: EQUAL, 0 mismatches in 10 comparisons of 1 pairs"]),
+        ("DIFFERENT", 1, ["1 of 10 tokens differ", "sequence 4, position 9", "--locate 4"]),
+        ("NOT_OBSERVED", 3, ["leg B: hazard preempted never fired"]),
+    ],
+)
+def test_exit_code_and_output_follow_the_verdict(
+    tmp_path, monkeypatch, capsys, verdict, code, words
+):
+    outcome = _outcome(tmp_path, verdict)
+    monkeypatch.setattr(prove, "prove", lambda case, quick, record: outcome)
+    monkeypatch.setattr(page, "write", lambda statement, stages, chip, path: path)
+    assert cli.run(["prove", "toy"]) == code
+    shown = capsys.readouterr().out
+    assert "decode/prefill" in shown and "5 of 8" in shown and "evidence: evidence.json" in shown
+    assert all(word in shown for word in words)
+    assert cli.run(["prove", "toy", "--json"]) == code
+    assert json.loads(capsys.readouterr().out) == outcome.statement.data
+
+
+@pytest.mark.parametrize(
+    ("reports", "code"),
+    [([], 0), ([REPORT], 1), ([DifferenceReport(**{**vars(REPORT), "note": "not traced: x"})], 3)],
+)
+def test_locate_says_which_pairs_differ(workspace, monkeypatch, capsys, reports, code):
+    monkeypatch.setattr(prove, "open_run", lambda case, size: types.SimpleNamespace())
+    monkeypatch.setattr(locate, "sequence_alone", lambda run, sequence: reports)
+    assert cli.run(["prove", "qwen3-tiny", "--locate", "4"]) == code
+    assert f"sequence 4: {len(reports)} pairs of" in capsys.readouterr().out
+    assert cli.run(["prove", "qwen3-tiny", "--locate", "4", "--json"]) == code
+    assert len(json.loads(capsys.readouterr().out)) == len(reports)
+
+
+def _rl_stage(wrong: int) -> Stage:
+    left, right = Stream(), Stream()
+    bits = np.array([0xBF800000, 0xBF800001], np.uint32)
+    left.add(1000, 4, [5, 6], bits)
+    right.add(1000, 4, [5, 6], bits ^ np.uint32(wrong))
+    numbers = ("max_abs", "mean_abs", "k3_kl", "is_ratio_max", "is_ratio_median", "reward")
+    step = {"step": 1, "tokens": 2, "mismatches": 2 * wrong, "loss": 0.5, "grad_norm": 1.0}
+    return Stage({"rollout": left, "trainer": right}, {"steps": [step | dict.fromkeys(numbers, 1)]})
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_rl_ends_with_one_when_a_bit_differs(workspace, monkeypatch, capsys, wrong):
+    asked = {}
+
+    def run_rl(run, *, steps, arithmetic):
+        asked.update(steps=steps, arithmetic=arithmetic)
+        return _rl_stage(wrong)
+
+    run = types.SimpleNamespace(recipe=recipes.load("smollm2-135m"))
+    monkeypatch.setattr(prove, "open_run", lambda case, size: run)
+    monkeypatch.setattr(rl, "run_rl", run_rl)
+    assert cli.run(["rl", "smollm2-135m", "--arithmetic", "stock"]) == wrong
+    assert asked == {"steps": run.recipe.rl["steps"], "arithmetic": "stock"}
+    assert f"{2 * wrong} of 2 tokens differ in 5 steps" in capsys.readouterr().out
+    assert cli.run(["rl", "smollm2-135m", "--steps", "3", "--json"]) == wrong
+    assert asked == {"steps": 3, "arithmetic": "aligned"}
+    assert json.loads(capsys.readouterr().out)[0]["tokens"] == 2
