@@ -54,7 +54,13 @@ def prove(
     outcome = run(case, quick=quick, record=record)
     statement = outcome.statement
     chip = env.chip()
-    html = page.write(statement, outcome.stages, chip, outcome.path.with_name("report.html"))
+    html = page.write(
+        statement,
+        outcome.stages,
+        chip,
+        outcome.path.with_name("report.html"),
+        outcome.differences,
+    )
     if as_json:
         print(json.dumps(statement.data, indent=1))
     else:

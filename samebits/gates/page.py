@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from samebits import report
+from samebits.evidence import DifferenceReport
 from samebits.evidence.statement import Statement
+from samebits.evidence.verdict import judge
 from samebits.gates.run import Stage
 from samebits.gates.streams import Stream
 
@@ -53,12 +55,35 @@ def _legs(predicate: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "mismatches": record["mismatches"],
                 "max_abs": _shown(record["max_abs"]),
                 "control": "-" if control is None else control["name"],
-                "control_tokens": 0 if control is None else control["tokens"],
-                "control_mismatches": 0 if control is None else control["mismatches"],
-                "hazards": record["hazards"],
+                "control_mismatches": "-"
+                if control is None
+                else f"{control['mismatches']:,} of {control['tokens']:,}",
             }
         )
     return rows
+
+
+def _hazards(predicate: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+    """(leg, hazard, times); pairs of one leg may count the same events, so the largest is shown."""
+    fired: dict[tuple[str, str], int] = {}
+    for record in predicate["comparisons"]:
+        for name, times in record["hazards"].items():
+            key = (record["leg"], name)
+            fired[key] = max(times, fired.get(key, 0))
+    return [(leg, name, times) for (leg, name), times in fired.items()]
+
+
+def _oracles(predicate: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            **record,
+            "aligned": _shown(record["aligned_mean"]),
+            "stock": _shown(record["stock_mean"]),
+            "control": record["control"]["name"] if record["control"] else "-",
+            "control_mean": _shown(record["control"] and record["control"]["mean"]),
+        }
+        for record in predicate["oracle"]
+    ]
 
 
 def _differences(rollout: Stream, trainer: Stream) -> list[float]:
@@ -98,7 +123,12 @@ def _plots(done: Mapping[str, Stage], steps: Mapping[str, Any]) -> list[dict[str
     ]
 
 
-def render(statement: Statement, done: Mapping[str, Stage], chip: str) -> str:
+def render(
+    statement: Statement,
+    done: Mapping[str, Stage],
+    chip: str,
+    differences: Sequence[DifferenceReport] = (),
+) -> str:
     """HTML of a run."""
     predicate = statement.predicate
     steps = predicate["rl"]
@@ -113,11 +143,15 @@ def render(statement: Statement, done: Mapping[str, Stage], chip: str) -> str:
             "case": statement.case,
             "verdict": statement.verdict,
             "sentence": _SENTENCES[statement.verdict],
+            "reasons": judge(predicate).reasons,
             "started": happened["started"],
             "finished": happened["finished"],
             "chip": chip,
             "contract": predicate["parameters"]["contract"]["identity"],
             "legs": _legs(predicate),
+            "oracles": _oracles(predicate),
+            "differences": [str(report) for report in differences],
+            "hazards": _hazards(predicate),
             "plots": _plots(done, steps) if steps else [],
             "steps": rows,
             "limits": predicate["limits"],
@@ -125,9 +159,15 @@ def render(statement: Statement, done: Mapping[str, Stage], chip: str) -> str:
     )
 
 
-def write(statement: Statement, done: Mapping[str, Stage], chip: str, path: Path) -> Path:
+def write(
+    statement: Statement,
+    done: Mapping[str, Stage],
+    chip: str,
+    path: Path,
+    differences: Sequence[DifferenceReport] = (),
+) -> Path:
     """Write `report.html` atomically and return its path."""
     draft = path.with_suffix(".part")
-    draft.write_text(render(statement, done, chip))
+    draft.write_text(render(statement, done, chip, differences))
     os.replace(draft, path)
     return path

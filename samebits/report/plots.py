@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Sequence
 
 import matplotlib
@@ -49,7 +50,11 @@ def difference_per_step(aligned: Sequence[float], stock: Sequence[float]) -> str
 def difference_histogram(differences: dict[str, Sequence[float]]) -> str:
     """Share of tokens by |dlogp| in decades, one series per arm; the first bar is equality."""
     edges = [0.0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, float("inf")]
-    names = ["0 (same bits)"] + [f"< {e:.0e}" for e in edges[1:-1]] + [">= 1"]
+    names = (
+        ["0 (same bits)"]
+        + [f"< {e:g}" if e == 1 else f"< 1e{round(math.log10(e))}" for e in edges[1:-1]]
+        + [">= 1"]
+    )
     figure, axis = plt.subplots(figsize=(7, 3))
     width = 0.8 / max(1, len(differences))
     for i, (arm, values) in enumerate(differences.items()):

@@ -30,11 +30,10 @@ def test_an_unknown_case_is_refused_with_the_known_ones(workspace, capsys):
         assert "SB0322" in error and "qwen3-tiny" in error and "hint: samebits case list" in error
 
 
-@pytest.mark.parametrize("other", [["--quick"], ["--locate", "3"]])
-def test_a_shortened_run_cannot_be_recorded(workspace, capsys, other):
-    assert cli.run(["prove", "qwen3-tiny", "--record", *other]) == 2
+def test_a_shortened_run_cannot_be_recorded(workspace, capsys):
+    assert cli.run(["prove", "qwen3-tiny", "--record", "--quick"]) == 2
     error = capsys.readouterr().err
-    assert "SB0903" in error and other[0] in error
+    assert "SB0903" in error and "--quick" in error
     assert not workspace.build.exists()
 
 
@@ -95,7 +94,7 @@ def _outcome(tmp_path, verdict: str):
     statement = types.SimpleNamespace(
         predicate=predicate, data={"predicate": predicate}, case="toy", verdict=verdict
     )
-    run = types.SimpleNamespace(workspace=Workspace(tmp_path))
+    run = types.SimpleNamespace(workspace=Workspace(tmp_path), flag="")
     differences = [REPORT] if wrong else []
     return prove.Outcome(statement, tmp_path / "evidence.json", {}, run, differences)  # type: ignore[arg-type]
 
@@ -113,7 +112,7 @@ def test_exit_code_and_output_follow_the_verdict(
 ):
     outcome = _outcome(tmp_path, verdict)
     monkeypatch.setattr(prove, "prove", lambda case, quick, record: outcome)
-    monkeypatch.setattr(page, "write", lambda statement, stages, chip, path: path)
+    monkeypatch.setattr(page, "write", lambda statement, stages, chip, path, found: path)
     assert cli.run(["prove", "toy"]) == code
     shown = capsys.readouterr().out
     assert "decode/prefill" in shown and "5 of 8" in shown and "evidence: evidence.json" in shown

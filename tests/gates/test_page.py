@@ -1,10 +1,13 @@
 """The report page: complete in itself, with and without an RL run."""
 
 import re
+from html import escape as html_escape
 from html.parser import HTMLParser
 
 import pytest
 
+from samebits.evidence import DifferenceReport, Side
+from samebits.evidence.verdict import judge
 from samebits.gates import page, prove
 
 # What makes a browser fetch: attributes with an address, and style sheets' own references.
@@ -72,6 +75,21 @@ def test_numbers_and_names_of_the_run_are_shown_and_escaped(run_of, stages_of):
     for record in statement.predicate["comparisons"]:
         assert record["name"] in html and f"{record['tokens']:,}" in html
     assert statement.verdict in html
+
+
+def test_reasons_oracle_hazards_and_differences_are_shown(run_of, stages_of):
+    run = run_of("smollm2-135m")
+    done = stages_of(run.recipe)
+    statement = prove.state(run, done, quick=False, started="2025-01-01T00:00:00+00:00")
+    sides = Side("rollout", "bf800000"), Side("trainer", "bf800001")
+    report = DifferenceReport("C", "trainer-padded/prefill", 4, 9, 7, *sides, "samebits prove x")
+    html = page.render(statement, done, "a chip", [report])
+    reasons = judge(statement.predicate).reasons
+    assert reasons and all(html_escape(reason) in html for reason in reasons)
+    assert "rope_base_doubled" in html and "fp32 oracle" in html
+    assert "sequence 4, position 9" in html and "bf800001" in html
+    assert html.count("<td>batch_16</td>") == 1  # two pairs of leg A count the same events
+    assert "0 of 0" not in html
 
 
 def test_a_failed_write_leaves_the_old_page(run_of, stages_of, tmp_path, monkeypatch):
