@@ -37,15 +37,15 @@ def prove(
     """
     from samebits.errors import Refused
 
-    if record and (quick or locate is not None):
+    if record and quick:
         raise Refused(
             "SB0903",
-            seen=f"--record with {'--quick' if quick else '--locate'}",
+            seen="--record with --quick",
             required="one of them",
             hint=f"samebits prove {case} --record",
         )
     if locate is not None:
-        raise typer.Exit(_locate(case, locate, quick, as_json))
+        raise typer.Exit(_locate(case, locate, quick, record, as_json))
     from samebits import env
     from samebits.evidence.verdict import judge
     from samebits.gates import page
@@ -75,12 +75,12 @@ def prove(
     raise typer.Exit({"EQUAL": 0, "DIFFERENT": 1, "NOT_OBSERVED": 3}[statement.verdict])
 
 
-def _locate(case: str, sequence: int, quick: bool, as_json: bool) -> int:
+def _locate(case: str, sequence: int, quick: bool, record: bool, as_json: bool) -> int:
     """Exit code 1 when a pair of arms differs, else 0."""
     from samebits.gates import locate
-    from samebits.gates.prove import locked_run
+    from samebits.gates.prove import Size, locked_run
 
-    with locked_run(case, quick=quick) as run:
+    with locked_run(case, Size.of(quick=quick, record=record)) as run:
         found = locate.sequence_alone(run, sequence)
     if as_json:
         print(json.dumps([report.as_dict() for report in found], indent=1))

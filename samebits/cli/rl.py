@@ -31,11 +31,11 @@ def rl(
 
     Exit code: 0 when no log-probability of the run differs in a bit, else 1.
     """
-    from samebits.gates.prove import locked_run
+    from samebits.gates.prove import Size, locked_run
     from samebits.gates.rl import run_rl
     from samebits.gates.streams import compare
 
-    with locked_run(case) as run:
+    with locked_run(case, Size()) as run:
         count = steps or (run.recipe.rl or {}).get("steps", 1)
         stage = run_rl(run, steps=count, arithmetic=arithmetic.value)
     total = compare(stage.streams["rollout"], stage.streams["trainer"])

@@ -168,8 +168,7 @@ def _before(stream: Stream, position: int) -> Stream:
 
 
 def command(run: Run, sequence: int) -> str:
-    quick = " --quick" if run.options.get("rl_steps") else ""
-    return f"samebits prove {run.recipe.case}{quick} --locate {sequence}"
+    return f"samebits prove {run.recipe.case}{run.flag} --locate {sequence}"
 
 
 def _with_region(report: dict, located: Located, left: str, right: str) -> DifferenceReport:
@@ -229,12 +228,11 @@ def _request(run: Run, sequence: int) -> tuple[capsule.Request, list[int]]:
         count = len(whole)
         if 0 <= sequence < count:
             return capsule.read(requests)[sequence], whole[sequence]
-    case, quick = run.recipe.case, " --quick" if run.options.get("rl_steps") else ""
     raise Refused(
         "SB0911",
         seen=f"sequence {sequence}, and {count} sequences of this state of the sources",
         required=f"one of 0 to {count - 1}" if count else "a run that decoded its sequences",
-        hint=f"samebits prove {case}{quick}",
+        hint=f"samebits prove {run.recipe.case}{run.flag}",
     )
 
 

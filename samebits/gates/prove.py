@@ -33,7 +33,12 @@ LIMITS = (
 
 @dataclass(frozen=True)
 class Size:
-    """How much a run computes. `quick` is for continuous integration and is never recorded."""
+    """How much a run computes; `rl_steps` None means all steps of the recipe.
+
+    The stock arm of the RL run is its negative control: it takes fewer steps in the demo, because
+    torch's bf16 gradients are slow on CPUs without bf16 instructions. `quick` is for continuous
+    integration and is never recorded; `full` is what is recorded.
+    """
 
     requests: int = 28
     response: int = 20
@@ -41,10 +46,26 @@ class Size:
     control_requests: int = 8
     control_response: int = 16
     rl_steps: int | None = None
+    stock_rl_steps: int | None = 2
 
     @classmethod
     def quick(cls) -> Size:
-        return cls(18, 8, 4, 4, 8, 2)
+        return cls(18, 8, 4, 4, 8, 2, 2)
+
+    @classmethod
+    def full(cls) -> Size:
+        return cls(48, 32, 16, 8, 24, None, None)
+
+    @property
+    def flag(self) -> str:
+        """Option of `samebits prove` that asks for this size, with a leading blank."""
+        return {Size.quick(): " --quick", Size.full(): " --record"}.get(self, "")
+
+    @classmethod
+    def of(cls, *, quick: bool, record: bool) -> Size:
+        if quick:
+            return cls.quick()
+        return cls.full() if record else cls()
 
 
 @dataclass(frozen=True)
@@ -68,21 +89,23 @@ def open_run(case: str, size: Size) -> Run:
     recipe = recipes.load(case)
     contract = Contract.load(recipe.contract_path)
     model = sources.prepare(recipe)
-    return Run(recipe, contract, model, {k: v for k, v in asdict(size).items() if v is not None})
+    options = {k: v for k, v in asdict(size).items() if v is not None}
+    return Run(recipe, contract, model, options, size.flag)
 
 
 @contextlib.contextmanager
-def locked_run(case: str, *, quick: bool = False) -> Iterator[Run]:
+def locked_run(case: str, size: Size) -> Iterator[Run]:
     """`open_run` while no other run of this case works in this checkout (SB0108)."""
     recipe = recipes.load(case)
     with Workspace.find().lock(f"run-{recipe.case}", wait_seconds=0):
-        yield open_run(case, Size.quick() if quick else Size())
+        yield open_run(case, size)
 
 
 def prove(case: str, *, quick: bool = False, record: bool = False) -> Outcome:
     """Run all legs of the recipe. `record` writes to the case folder, otherwise to `build/runs`."""
-    with locked_run(case, quick=quick) as run:
-        return _prove(run, Size.quick() if quick else Size(), quick, record)
+    size = Size.of(quick=quick, record=record)
+    with locked_run(case, size) as run:
+        return _prove(run, size, quick, record)
 
 
 def _prove(run: Run, size: Size, quick: bool, record: bool) -> Outcome:
@@ -202,8 +225,9 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
         _agree(run, done)
     if run.recipe.rl is not None:
         steps = size.rl_steps or run.recipe.rl["steps"]
+        control_steps = size.stock_rl_steps or run.recipe.rl["steps"]
         add("rl_aligned", lambda: rl.run_rl(run, steps=steps, arithmetic="aligned"))
-        add("rl_stock", lambda: rl.run_rl(run, steps=steps, arithmetic="stock"))
+        add("rl_stock", lambda: rl.run_rl(run, steps=control_steps, arithmetic="stock"))
     return done
 
 

@@ -32,9 +32,17 @@ class Stage:
 
 
 class Run:
-    """Folder, recipe, contract and model of a run."""
+    """Folder, recipe, contract and model of a run; `flag` is the option that gave it its size."""
 
-    def __init__(self, recipe: Recipe, contract: Contract, model: Path, options: dict[str, int]):
+    def __init__(
+        self,
+        recipe: Recipe,
+        contract: Contract,
+        model: Path,
+        options: dict[str, int],
+        flag: str = "",
+    ):
+        self.flag = flag
         self.recipe, self.contract, self.model, self.options = recipe, contract, model, options
         self.workspace = Workspace.find()
         key = canonical.digest(

@@ -62,6 +62,7 @@ def test_calls_that_do_not_correspond_are_said_to_be_untraced():
 
 class _FakeRun:
     options: ClassVar[dict[str, int]] = {}
+    flag = ""
 
     class recipe:
         case = "toy"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from samebits.errors import Refused
-from samebits.gates.prove import locked_run
+from samebits.gates.prove import Size, locked_run
 from samebits.gates.run import Run, Stage
 from samebits.gates.streams import Stream, compare
 from samebits.patching.workspace import Workspace
@@ -64,14 +64,17 @@ def test_two_runs_of_one_case_are_refused(tmp_path, monkeypatch):
     workspace = Workspace(tmp_path)
     monkeypatch.setattr(Workspace, "find", classmethod(lambda cls: workspace))
     monkeypatch.setattr(prove, "open_run", lambda case, size: types.SimpleNamespace(size=size))
-    with locked_run("qwen3-tiny") as first:
+    with locked_run("qwen3-tiny", Size()) as first:
         assert first.size.requests == 28
-        with pytest.raises(Refused, match="SB0108") as error, locked_run("qwen3-tiny", quick=True):
+        with (
+            pytest.raises(Refused, match="SB0108") as error,
+            locked_run("qwen3-tiny", Size.quick()),
+        ):
             pass
         assert "build/locks/run-qwen3-tiny.lock" in error.value.seen
-        with locked_run("smollm2-135m"):  # another case works on other files
+        with locked_run("smollm2-135m", Size()):  # another case works on other files
             pass
-    with locked_run("qwen3-tiny", quick=True) as second:
+    with locked_run("qwen3-tiny", Size.quick()) as second:
         assert second.size.requests == 18
 
 
