@@ -2,17 +2,21 @@
 
 import json
 import random
+import shutil
+import types
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from samebits import recipe as recipes
+from samebits.contract import build
 from samebits.errors import Refused
 from samebits.evidence import comparison
 from samebits.gates import capsule, locate
-from samebits.gates.prove import Size, open_run
 from samebits.gates.streams import Stream
 from samebits.trace import Call
+from samebits.weights import sources
 
 TOKENS = [5, 6, 7, 8, 9]
 
@@ -149,15 +153,26 @@ def test_a_sequence_that_no_run_has_is_refused(run, sequence):
         locate.sequence_alone(run, sequence)
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The small case with a contract of the present sources."""
+    folder = tmp_path_factory.mktemp("qwen3-tiny")
+    shutil.copy(recipes.find("qwen3-tiny"), folder)
+    recipe = recipes.load(folder)
+    build.write(build.build(recipe), recipe.contract_path)
+    return recipe, sources.prepare(recipe)
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("rollout", "trainer", "region"),
     [("k_cut_by_rows", None, "gemm.column"), (None, "rope_base_doubled", "rope")],
 )
-def test_a_fault_on_one_side_is_found_in_its_region(rollout, trainer, region):
-    run = open_run("qwen3-tiny", Size.quick())
+def test_a_fault_on_one_side_is_found_in_its_region(tiny, rollout, trainer, region):
+    recipe, model = tiny
+    run = types.SimpleNamespace(recipe=recipe, model=model)
     draw = random.Random(3)
-    request = capsule.Request(tuple(draw.randrange(3, 1024) for _ in range(21)), 5, 4, "x")
+    request = capsule.Request(tuple(draw.randrange(3, 1024) for _ in range(80)), 5, 4, "x")
     tokens = [*request.prompt, *(draw.randrange(3, 1024) for _ in range(4))]
     arms = locate.arms(run, request, tokens, rollout_fault=rollout, trainer_fault=trainer)
     for layout in ("padded", "packed"):
