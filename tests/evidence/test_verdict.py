@@ -24,7 +24,7 @@ def test_one_mismatch_is_different(run, recipe, make_row):
     )
     statement = run(comparisons=rows)
     assert statement.verdict == "DIFFERENT"
-    assert "1 of 800" in evidence.judge(statement.predicate).reasons[0]
+    assert f"1 of {recipe.legs['B'].tokens}" in evidence.judge(statement.predicate).reasons[0]
 
 
 def test_a_nan_on_both_sides_is_different(run, recipe, make_row):
@@ -35,7 +35,7 @@ def test_a_nan_on_both_sides_is_different(run, recipe, make_row):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tokens": 799}, "799 tokens of the 800"),
+        ({"tokens": 1}, "1 tokens of the {wanted}"),
         ({"tokens": 0}, "no token was compared"),
         ({"hazards": {"split_mid_prompt": 5}}, "hazard preempted never fired"),
         ({"control": None}, "no negative control"),
@@ -48,7 +48,9 @@ def test_a_nan_on_both_sides_is_different(run, recipe, make_row):
 def test_what_was_not_exercised_is_not_observed(run, recipe, make_row, changes, reason):
     statement = run(comparisons=replace(recipe, make_row, "B", **changes))
     assert statement.verdict == "NOT_OBSERVED"
-    assert reason in "\n".join(evidence.judge(statement.predicate).reasons)
+    assert reason.format(wanted=recipe.legs["B"].tokens) in "\n".join(
+        evidence.judge(statement.predicate).reasons
+    )
 
 
 def test_a_leg_that_did_not_run_is_not_observed(run, recipe, make_row):
