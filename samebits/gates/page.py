@@ -24,15 +24,19 @@ _SENTENCES = {
 
 
 def sentence(statement: Statement) -> str:
-    """One sentence with the verdict, the tokens behind it and what the controls did."""
+    """One sentence: verdict, mismatches leg by leg (never summed), what the controls did."""
     rows = [*statement.predicate["comparisons"]]
-    tokens = sum(row["tokens"] for row in rows)
-    wrong = sum(row["mismatches"] for row in rows)
+    legs: dict[str, list[int]] = {}
+    for row in rows:
+        count = legs.setdefault(row["leg"], [0, 0])
+        count[0] += row["mismatches"]
+        count[1] += row["tokens"]
+    counts = ", ".join(f"{leg} {wrong:,} of {tokens:,}" for leg, (wrong, tokens) in legs.items())
     controls = [row["control"] for row in rows if row["control"]]
     diverged = sum(control["mismatches"] > 0 for control in controls)
     return (
-        f"{statement.case}: {statement.verdict}, {wrong:,} mismatches in {tokens:,} comparisons of "
-        f"{len(rows)} pairs; {diverged} of {len(controls)} negative controls diverged"
+        f"{statement.case}: {statement.verdict}; mismatches per leg: {counts}; "
+        f"{diverged} of {len(controls)} negative controls diverged"
     )
 
 

@@ -102,7 +102,7 @@ def _outcome(tmp_path, verdict: str):
 @pytest.mark.parametrize(
     ("verdict", "code", "words"),
     [
-        ("EQUAL", 0, ["toy: EQUAL, 0 mismatches in 10 comparisons of 1 pairs"]),
+        ("EQUAL", 0, ["toy: EQUAL; mismatches per leg: B 0 of 10; 1 of 1 negative controls"]),
         ("DIFFERENT", 1, ["1 of 10 tokens differ", "sequence 4, position 9", "--locate 4"]),
         ("NOT_OBSERVED", 3, ["leg B: hazard preempted never fired"]),
     ],
