@@ -101,6 +101,8 @@ def run_file(tree: Path, extra: list[Path], entry: dict, log: Path) -> Outcomes:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
     report = log.with_suffix(".xml")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    # Without these two pytest walks up to this repository's own configuration.
+    command += [f"--rootdir={tree}", f"--config-file={tree / 'pyproject.toml'}"]
     if "only" in entry:
         command += ["-k", entry["only"]]
     path = os.pathsep.join(map(str, [tree, *extra]))
