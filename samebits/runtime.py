@@ -7,8 +7,8 @@ Environment (the only switches; none of them weakens a check):
                          and torch's native operators in place and serves as negative control
     SAMEBITS_FAULT       name of a planted fault (`samebits.faults`), for negative controls only;
                          evidence records it, and a run that carries one can never be EQUAL
-    SAMEBITS_TRACE       folder of a trace (`samebits.trace`); while it exists, every aligned call is
-                         recorded in it. Slow; moves no bit
+    SAMEBITS_TRACE       folder of a trace (`samebits.trace`); while it exists, every aligned call
+                         is recorded in it. Slow; moves no bit
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _SHELL = {";", "&&", "||", "|", ">", "<", "2>"}
 
 def fenced(text: str) -> list[str]:
     """Lines of fenced blocks of a Markdown page, comments and continuations resolved."""
-    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line.partition("  #")[0].partition(" # ")[0].strip() for line in lines]
 
