@@ -44,4 +44,4 @@ check: setup ## lint, format, types, patch series, contracts, generated pages, w
 	@$(BIN)/python scripts/words.py
 
 clean: ## remove build products (never evidence, never edited upstream trees)
-	@rm -rf build/capsules build/arms .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf build/runs .pytest_cache .ruff_cache .mypy_cache
