@@ -1,0 +1,196 @@
+"""`python -m samebits.bench.gpu [--out FILE]`: bit gates on a Hopper GPU, then times.
+
+Nothing is timed while a gate is red. Both sides of a row run in CUDA graphs, in turns, in one
+process; a time is the median of its replays. Operands are random normal numbers; where they would
+fit in L2, several sets are used in rotation. Rows have the form of `samebits.bench.run`. A row of
+bandwidth compares with bytes / 4.3 TB/s, this chip's rate for a large copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samebits import env
+from samebits.bench.gpu_gates import gates
+from samebits.errors import SamebitsError
+from samebits.ops import gpu
+from samebits.ops.gemm import triton as gemm
+from samebits.ops.logprob import triton as logprob
+from samebits.ops.rms_norm import triton as rms_norm
+from samebits.ops.rotary import triton as rotary
+from samebits.ops.silu_mul import triton as silu_mul
+from samebits.plan import ReductionPlan
+
+SHAPES = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (24576, 4096),
+    "down": (4096, 12288),
+    "lm_head": (151936, 4096),
+}
+ROWS = (1, 8, 64, 256, 4096, 16384)
+LEAF_TARGETS = {2: 1.10, 4: 1.15, 8: 1.25}
+BANDWIDTH = 4.3e6  # bytes per microsecond
+CACHED = 150 << 20  # bytes that L2 cannot serve
+Row = dict[str, Any]
+Calls = Sequence[Callable[[], object]]
+
+
+def _graph(calls: Calls) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles, and creates library handles
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e3
+
+
+def medians(sides: Sequence[Calls]) -> list[float]:
+    """Microseconds of one call, for each list of calls; replays in turns."""
+    graphs = [_graph(calls) for calls in sides]
+    repeats = 7 if _replay(graphs[0]) > 2e4 else 21
+    for graph in graphs:
+        _replay(graph)
+    times: list[list[float]] = [[] for _ in sides]
+    for _ in range(repeats):
+        for graph, found in zip(graphs, times, strict=True):
+            found.append(_replay(graph))
+    return [statistics.median(t) / len(c) for t, c in zip(times, sides, strict=True)]
+
+
+def _row(work: str, ours: float, name: str, time: float, target: float | None) -> Row:
+    ratio = round(ours / time, 3)
+    return {
+        "work": work,
+        "ours": round(ours, 1),
+        "against": {"name": name, "time": round(time, 1)},
+        "ratio": ratio,
+        "unit": "us",
+        "target": target,
+        "met": None if target is None else ratio <= target,
+        "hardware": env.chip(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def gemm_rows() -> Iterator[Row]:
+    """Column-parallel, lm_head (fp32 output), and row-parallel by leaves, against cuBLAS."""
+    for name, (n, k) in SHAPES.items():
+        copies = CACHED // (n * k * 2) + 2
+        weights = [(torch.randn(n, k, device="cuda") * 0.02).bfloat16() for _ in range(copies)]
+        for m in ROWS:
+            x = torch.randn(m, k, device="cuda").bfloat16()
+            used = weights if m <= 256 else weights[:1]
+            rounds = max(1, 12 // len(used)) if m <= 256 else 2
+            sets = used * rounds
+            native: Calls = [partial(torch.mm, x, w.t()) for w in sets]
+            one = gemm.lm_head if name == "lm_head" else gemm.linear
+            sides: list[Calls] = [native, [partial(one, x, w) for w in sets]]
+            counts = tuple(LEAF_TARGETS) if name in ("o", "down") else ()
+            for leaves in counts:
+                plan = ReductionPlan(leaves)
+                sides.append([partial(gemm.row_parallel, x, w, plan) for w in sets])
+            theirs, plain, *folded = medians(sides)
+            shape = f"gemm {name} {m} x {k} x {n} bf16"
+            yield _row(shape, plain, "cuBLAS, bf16 output", theirs, 1.10)
+            for leaves, time in zip(counts, folded, strict=True):
+                work = f"{shape}, {leaves} leaves"
+                yield _row(work, time, "cuBLAS, bf16 output", theirs, LEAF_TARGETS[leaves])
+
+
+def element_rows() -> Iterator[Row]:
+    """Norms, rotary, silu_mul and logprob, against the bytes they must move."""
+
+    def bandwidth(work: str, size: int, calls: Calls, target: float | None = 1.25) -> Row:
+        # Starting a graph takes microseconds: 16 calls share it.
+        many = list(calls) * (16 // len(calls))
+        time = size / BANDWIDTH
+        return _row(work, medians([many])[0], "bytes / 4.3 TB/s", time, target)
+
+    weight = torch.randn(4096, device="cuda").bfloat16()
+    small = weight[:128].contiguous()
+    for tokens in (8192, 32768):
+        sets = [torch.randn(tokens, 4096, device="cuda").bfloat16() for _ in range(4)]
+        size = tokens * 4096 * 2
+        shape = f"{tokens} x 4096 bf16"
+        calls: Calls = [partial(rms_norm.rms_norm, x, weight, 1e-6) for x in sets]
+        yield bandwidth(f"rms_norm {shape}", 2 * size, calls)
+        calls = [
+            partial(rms_norm.add_rms_norm, x, h, weight, 1e-6)
+            for x, h in zip(sets, sets[1:] + sets[:1], strict=True)
+        ]
+        yield bandwidth(f"rms_norm with residual {shape}", 4 * size, calls)
+        heads = [x.view(tokens, 32, 128) for x in sets]
+        calls = [partial(rms_norm.rms_norm, x, small, 1e-6) for x in heads]
+        yield bandwidth(f"rms_norm per head {tokens} x 32 x 128 bf16", 2 * size, calls)
+        table = torch.randn(tokens, 128, device="cuda")
+        position = torch.arange(tokens, device="cuda")
+        calls = [partial(rotary.apply, x, position, table) for x in heads]
+        yield bandwidth(f"rotary {tokens} x 32 x 128 bf16", 2 * size, calls)
+        calls = [partial(silu_mul.silu_mul, x) for x in sets]
+        yield bandwidth(f"silu_mul {tokens} x 2048 bf16", size * 3 // 2, calls)
+        del sets, heads, calls
+    wide = [torch.randn(8192, 24576, device="cuda").bfloat16() for _ in range(2)]
+    calls = [partial(silu_mul.silu_mul, x) for x in wide]
+    yield bandwidth("silu_mul 8192 x 12288 bf16", 8192 * 12288 * 6, calls)
+    del wide
+    for rows in (64, 4096):
+        logits = torch.randn(rows, 151936, device="cuda") * 3
+        target = torch.randint(0, 151936, (rows,), device="cuda")
+        plan = ReductionPlan(8)
+        calls = [partial(logprob.selected, logits, target, plan)]
+        yield bandwidth(f"logprob {rows} x 151936 fp32", rows * 151936 * 4, calls, None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code as everywhere: 0 done, 1 different, 2 refused, 3 not observed."""
+    parser = argparse.ArgumentParser(prog="python -m samebits.bench.gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file for the rows (default: under $OUT)")
+    out = parser.parse_args(arguments).out
+    if out is None:
+        out = Path(os.environ.get("OUT", ".")) / "bench-gpu.json"
+    try:
+        gpu.prepare(0)
+        for line in gates():
+            print(line, flush=True)
+    except SamebitsError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    torch.cuda.empty_cache()  # the gates leave large blocks; time on memory of its own
+    rows = []
+    for source in (element_rows, gemm_rows):
+        for row in source():
+            rows.append(row)
+            met = {None: "-", True: "met", False: "MISSED"}[row["met"]]
+            print(f"{row['work']:58} {row['ours']:9.1f} us  {row['ratio']:6.3f}  {met}", flush=True)
+    out.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

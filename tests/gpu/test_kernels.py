@@ -1,0 +1,147 @@
+"""Hopper kernels: the law's own arithmetic and the refusals anywhere; the bit gates on a GPU."""
+
+from __future__ import annotations
+
+import math
+import re
+import stat
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from samebits.errors import Different, NotObserved, Refused
+from samebits.ops import gpu, samples
+from samebits.ops.gemm import reference_sm90
+from samebits.plan import ReductionPlan
+
+pytest.importorskip("triton")
+
+from samebits.bench import gpu_gates
+from samebits.ops.gemm import triton as gemm
+
+
+def cut(value: Fraction, last: int) -> Fraction:
+    """`value` toward zero to a multiple of 2**last."""
+    unit = Fraction(2) ** last
+    return math.trunc(value / unit) * unit
+
+
+def exponent(value: Fraction) -> int:
+    """floor(log2 |value|)."""
+    found = abs(value).numerator.bit_length() - abs(value).denominator.bit_length()
+    return found if abs(value) >= Fraction(2) ** found else found - 1
+
+
+def exact_step(x: list[float], w: list[float], c: float) -> float:
+    """One MMA in rational arithmetic, from the words of the law alone."""
+    terms = []
+    for a, b in zip(x, w, strict=True):
+        if a and b:
+            # Normal operands: the exponent of a product is the sum of its operands' exponents.
+            top = exponent(Fraction(a)) + exponent(Fraction(b))
+            terms.append((top, Fraction(a) * Fraction(b)))
+    if c:
+        terms.append((max(exponent(Fraction(c)), -126), Fraction(c)))
+    if not terms:
+        return 0.0
+    largest = max(top for top, _ in terms)
+    total = sum((cut(value, largest - 25) for _, value in terms), Fraction(0))
+    if not total:
+        return 0.0
+    return float(cut(total, max(exponent(total) - 23, -149)))
+
+
+@pytest.mark.parametrize("span", [(-3, 3), (-30, 30), (-72, -62)])
+def test_step_is_the_arithmetic_the_law_describes(span):
+    x = samples.bf16((4, 16), 1, *span)
+    w = samples.bf16((5, 16), 2, *span)
+    x[0, :8] = 0
+    c = samples.fp32((4, 5), 3, max(-126, 2 * span[0]), 2 * span[1])
+    c[1] = 0
+    y = reference_sm90.step(x, w, c)
+    exact = [
+        [exact_step(a.tolist(), b.tolist(), float(c[i, j])) for j, b in enumerate(w.float())]
+        for i, a in enumerate(x.float())
+    ]
+    assert torch.equal(y, torch.tensor(exact, dtype=torch.float64).float())
+    assert not torch.equal(y.double(), c.double() + x.double() @ w.double().T)  # it does cut
+
+
+def test_leaves_are_folded_by_the_plan():
+    x, w = samples.bf16((2, 64), 4), samples.bf16((3, 64), 5)
+    a, b, c, d = (reference_sm90.leaf(x[:, i : i + 16], w[:, i : i + 16]) for i in range(0, 64, 16))
+    y = reference_sm90.accumulate(x, w, ReductionPlan(4))
+    assert torch.equal(y, (a + b) + (c + d))
+    assert not torch.equal(y, ((a + b) + c) + d)
+
+
+def test_every_tile_divides_its_leaf_and_ranges_ascend():
+    assert gemm.table()
+    for (n, k, leaves), tiles in gemm.table().items():
+        assert [t.rows for t in tiles] == sorted({t.rows for t in tiles})
+        for tile in tiles:
+            assert (k // leaves) % tile.bk == 0 and n % 8 == 0
+            assert tile.kind == "tiles" or leaves % tile.inner == 0 < leaves - tile.inner
+            assert tile.kind != "serial" or (tile.parts in (2, 4) and tile.blocks and not tile.swap)
+
+
+def test_a_shape_outside_the_table_is_refused():
+    with pytest.raises(Refused, match="SB0453"):
+        gemm.tile_for(1, 4096, 4112, 1)
+    with pytest.raises(Refused, match="SB0453"):
+        gemm.tile_for(10**6, 4096, 4096, 1)
+    assert gemm.tile_for(1, 4096, 4096, 1).rows < gemm.tile_for(64, 4096, 4096, 1).rows
+
+
+@pytest.mark.parametrize("release, accepted", [("12.8", False), ("12.9", True), ("13.0", True)])
+def test_an_old_assembler_is_refused(tmp_path: Path, monkeypatch, release, accepted):
+    fake = tmp_path / "ptxas"
+    fake.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(fake))
+    if accepted:
+        assert gpu.ptxas() == fake
+    else:
+        with pytest.raises(Refused, match="SB0450"):
+            gpu.ptxas()
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "absent"))
+    with pytest.raises(Refused, match="SB0450"):
+        gpu.ptxas()
+
+
+def test_the_wheel_has_a_new_enough_assembler(monkeypatch):
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    assert re.fullmatch("ptxas.*", gpu.ptxas().name)
+
+
+def test_another_chip_is_refused():
+    gpu.require_capability((9, 0))
+    for other in ((8, 0), (10, 0), None):
+        with pytest.raises(Refused, match="SB0451"):
+            gpu.require_capability(other)
+
+
+def test_cpu_tensors_are_refused():
+    with pytest.raises(Refused, match="SB0420"):
+        gpu.require("x", torch.zeros(2, dtype=torch.bfloat16), torch.bfloat16, True, "[2]")
+
+
+def test_a_gate_turns_red_on_one_bit_and_on_a_missing_hazard():
+    tally = gpu_gates.Tally("planted")
+    law = torch.tensor([1.0, 0.0, torch.nan])
+    tally.require("same", law.clone(), law)
+    for index, value in ((0, 1.0000001), (1, -0.0), (2, 3.0)):
+        other = law.clone()
+        other[index] = value
+        with pytest.raises(Different, match="SB0440"):
+            tally.require("one bit", other, law)
+    with pytest.raises(NotObserved, match="SB0441"):
+        tally.close(("tie",))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["law", "rms_norm", "silu_mul", "rotary", "logprob", "gemm"])
+def test_gate(gate):
+    assert "0 differ" in getattr(gpu_gates, f"gate_{gate}")()
