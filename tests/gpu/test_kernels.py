@@ -69,6 +69,19 @@ def test_step_is_the_arithmetic_the_law_describes(span):
     assert not torch.equal(y.double(), c.double() + x.double() @ w.double().T)  # it does cut
 
 
+def test_a_leaf_is_a_chain_of_sixteens_with_a_padded_tail():
+    x, w = samples.bf16((2, 40), 6), samples.bf16((3, 40), 7)
+    exact = []
+    for a in x.float():
+        for b in w.float():
+            c = 0.0
+            for k in (0, 16, 32):
+                c = exact_step(a[k : k + 16].tolist(), b[k : k + 16].tolist(), c)
+            exact.append(c)
+    y = reference_sm90.leaf(x, w)
+    assert torch.equal(y, torch.tensor(exact, dtype=torch.float64).float().view(2, 3))
+
+
 def test_leaves_are_folded_by_the_plan():
     x, w = samples.bf16((2, 64), 4), samples.bf16((3, 64), 5)
     a, b, c, d = (reference_sm90.leaf(x[:, i : i + 16], w[:, i : i + 16]) for i in range(0, 64, 16))
