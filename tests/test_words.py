@@ -12,7 +12,7 @@ from quoted import ROOT
 BAD = {
     "a character outside ASCII": "caf" + chr(233),
     "an absolute path of one machine": "cd " + "/" + "home/someone/project",
-    "a package index": "https://files." + "python" + "hosted.org/packages/x",
+    "a package index": "https:" + "//files." + "python" + "hosted.org/packages/x",
     "a word about authorship": "found in this " + "session",
     "host": "see https://" + "internal.corp/page",
 }

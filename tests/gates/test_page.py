@@ -53,13 +53,13 @@ def test_the_page_holds_no_external_address(run_of, stages_of, case, plots):
 @pytest.mark.parametrize(
     "bad",
     [
-        '<img src="https://host/a.png">',
+        '<img src="https://example.com/a.png">',
         '<img src="//host/a.png">',
         '<a href="page.html">x</a>',
         "<style>@import 'x.css';</style>",
         "<style>p { background: url(x.png) }</style>",
         "<script>1</script>",
-        "<p>http://host</p>",
+        "<p>http://example.com</p>",
     ],
 )
 def test_an_external_address_would_be_seen(bad):
