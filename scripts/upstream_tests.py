@@ -33,7 +33,7 @@ from samebits.patching.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[1]
 SELECTION = ROOT / "tests" / "upstream" / "selection.yaml"
-SECONDS = 1200  # for one file: far above what the slowest takes, so that a hang ends
+SECONDS = 3600  # far above what a run takes, so that a hang ends
 
 # Variables of the caller that would reach into the tests.
 PRIVATE = ("SAMEBITS_", "VLLM_", "TORCH", "PYTORCH_", "NUMBA_", "PYTEST_", "PYTHON")
@@ -66,10 +66,11 @@ def read_report(path: Path) -> Outcomes:
         return {}
     found = {}
     for case in ElementTree.parse(path).iter("testcase"):
-        name = f"{case.get('classname')}::{case.get('name')}"
+        file = case.get("file") or case.get("name")  # a file that cannot be imported has no `file`
         bad = case.find("failure") is not None or case.find("error") is not None
         skipped = case.find("skipped") is not None
-        found[name] = "failed" if bad else "skipped" if skipped else "passed"
+        outcome = "failed" if bad else "skipped" if skipped else "passed"
+        found[f"{file}::{case.get('name')}"] = outcome
     return found
 
 
@@ -96,19 +97,22 @@ def write_configs(configs: dict[str, str], tree: Path) -> None:
         ).save_pretrained(tree / name)
 
 
-def run_file(tree: Path, extra: list[Path], entry: dict, log: Path) -> Outcomes:
-    """Outcomes of one upstream test file, run in `tree` by a process of its own."""
+def run_tests(tree: Path, extra: list[Path], chosen: list[dict], log: Path) -> Outcomes:
+    """Outcomes of the chosen upstream tests, run in `tree` by a process of its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
     report = log.with_suffix(".xml")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    command += ["--continue-on-collection-errors", "-o", "junit_family=xunit1"]
     # Without these two pytest walks up to this repository's own configuration.
     command += [f"--rootdir={tree}", f"--config-file={tree / 'pyproject.toml'}"]
-    if "only" in entry:
-        command += ["-k", entry["only"]]
+    for entry in chosen:
+        file = entry["file"]
+        command += [f"{file}::{name}" for name in entry.get("only", [])] or [file]
+        command += [f"--deselect={file}::{name}" for name in entry.get("deselect", {})]
     path = os.pathsep.join(map(str, [tree, *extra]))
     with log.open("w") as out:
         subprocess.run(
-            [*command, f"--junitxml={report}", entry["file"]],
+            [*command, f"--junitxml={report}"],
             cwd=tree,
             env={**kept, **ENVIRONMENT, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
@@ -139,38 +143,29 @@ def summary(outcomes: Outcomes) -> str:
 def run_upstream(upstream: str, chosen: dict, repository: Path, scratch: Path) -> int:
     """Exit code of one upstream; prints a line for each file."""
     wanted = chosen.get("packages", [])
-    beside = scratch.parent / f"upstream-tests-{upstream}"
-    extra = [packages(wanted, beside)] if wanted else []
-    trees_of = {"unmodified": trees.root_commit(repository), "patched": "HEAD"}
-    for arm, commit in trees_of.items():
-        write_out(repository, commit, scratch / arm / upstream)
-        write_configs(chosen.get("configs", {}), scratch / arm / upstream)
-    missing: list[str] = []
-    passed = 0
-    for number, entry in enumerate(chosen["run"]):
-        results = {
-            arm: run_file(
-                scratch / arm / upstream,
-                extra,
-                entry,
-                scratch / f"{upstream}-{number}-{arm}.log",
-            )
-            for arm in trees_of
+    extra = [packages(wanted, scratch.parent / f"upstream-tests-{upstream}")] if wanted else []
+    results = {}
+    for arm, commit in (("unmodified", trees.root_commit(repository)), ("patched", "HEAD")):
+        tree = scratch / arm / upstream
+        write_out(repository, commit, tree)
+        write_configs(chosen.get("configs", {}), tree)
+        print(f"{upstream}: running {arm}", file=sys.stderr, flush=True)
+        results[arm] = run_tests(tree, extra, chosen["run"], scratch / f"{arm}.log")
+    for entry in chosen["run"]:
+        here = {
+            arm: {name: outcome for name, outcome in found.items() if entry["file"] in name}
+            for arm, found in results.items()
         }
-        here = lost(results["unmodified"], results["patched"])
-        passed += sum(outcome == "passed" for outcome in results["unmodified"].values())
-        missing += here
-        shown = "; ".join(f"{arm}: {summary(found)}" for arm, found in results.items())
-        print(f"{upstream} {entry['file']}: {shown}", flush=True)
-        if here or not results["unmodified"]:
-            arm = "patched" if here else "unmodified"
-            tail = (scratch / f"{upstream}-{number}-{arm}.log").read_text().splitlines()[-30:]
-            print("\n".join(tail), file=sys.stderr)
+        shown = "; ".join(f"{arm}: {summary(found)}" for arm, found in here.items())
+        print(f"{upstream} {entry['file']}: {shown}")
+    missing = lost(results["unmodified"], results["patched"])
     for name in missing:
         print(f"{upstream} passes unmodified only: {name}")
-    if missing:
-        return 1
-    return 0 if passed else 3
+    passed = "passed" in results["unmodified"].values()
+    if missing or not passed:
+        log = scratch / f"{'patched' if missing else 'unmodified'}.log"
+        print("\n".join(log.read_text().splitlines()[-60:]), file=sys.stderr)
+    return 1 if missing else 0 if passed else 3
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HOSTS = (
     *("github.com", "www.apache.org", "in-toto.io", "json-schema.org", "www.w3.org"),
-    *("example.org", "example.com", "127.0.0.1", "localhost"),
+    *("example.org", "example.com", "127.0.0.1"),
 )
 # Written so that this file does not find itself.
 RULES = {
@@ -38,7 +38,7 @@ RULES = {
         re.IGNORECASE,
     ),
 }
-_HOST = re.compile(r"https?://([\w.-]+)")
+_HOST = re.compile(r"https?://([\w-]+(?:\.[\w-]+)+)")
 
 
 def found(text: str) -> list[tuple[int, str]]:

@@ -43,7 +43,7 @@ def repository(tmp_path):
     ("before", "after", "code", "said"),
     [
         (1, 1, 0, "unmodified: 1 passed; patched: 1 passed"),
-        (1, 2, 1, "passes unmodified only: tests.test_value::test_value"),
+        (1, 2, 1, "passes unmodified only: tests/test_value.py::test_value"),
         (2, 1, 3, "unmodified: 1 failed; patched: 1 passed"),
     ],
 )
