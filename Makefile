@@ -31,7 +31,7 @@ test: setup ## the test suite
 test-slow: setup ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m "slow and not gpu"
 
-test-upstream: setup ## upstream's own tests of what the patches touch, unmodified against patched
+test-upstream: setup ## upstream's own tests of patched code, unmodified against patched (4 minutes)
 	@$(BIN)/python scripts/upstream_tests.py
 
 check: setup ## lint, format, types, patch series, contracts, generated pages, wording
