@@ -1,9 +1,10 @@
-"""`python -m samebits.bench.gpu [--out FILE]`: bit gates on a Hopper GPU, then times.
+"""`python -m samebits.bench.gpu [--out FILE] [--only AREA]`: bit gates on a Hopper GPU, then times.
 
 Nothing is timed while a gate is red. Both sides of a row run in CUDA graphs, in turns, in one
 process; a time is the median of its replays. Operands are random normal numbers; where they would
 fit in L2, several sets are used in rotation. Rows have the form of `samebits.bench.run`. A row of
-bandwidth compares with bytes / 4.3 TB/s, this chip's rate for a large copy.
+bandwidth compares with bytes / 4.3 TB/s, this chip's rate for a large copy. With --only, the gates
+and rows of one area; the other rows of FILE are kept.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samebits import env
-from samebits.bench.gpu_gates import gates
+from samebits.bench import gpu_attention, gpu_gates
 from samebits.errors import SamebitsError
 from samebits.ops import gpu
+from samebits.ops.attention import triton as attention
 from samebits.ops.gemm import triton as gemm
 from samebits.ops.logprob import triton as logprob
 from samebits.ops.rms_norm import triton as rms_norm
@@ -167,29 +170,112 @@ def element_rows() -> Iterator[Row]:
         yield bandwidth(f"logprob {rows} x 151936 fp32", rows * 151936 * 4, calls, None)
 
 
+def _native(
+    backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> torch.Tensor:
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=True
+        )
+
+
+def attention_rows() -> Iterator[Row]:
+    """32 query heads, 8 key heads of 128, against torch's own operators.
+
+    Those read contiguous keys; `paged` and `decode` read pages of 16 in random order.
+    """
+    heads, key_heads, size = 32, 8, 128
+    natives = {
+        "torch SDPA, flash": SDPBackend.FLASH_ATTENTION,
+        "torch SDPA, cuDNN": SDPBackend.CUDNN_ATTENTION,
+    }
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    def compare(
+        work: Sequence[str], ours: list[Calls], native: Any, target: float
+    ) -> Iterator[Row]:
+        theirs: list[Calls] = [[partial(native, backend)] for backend in natives.values()]
+        times = medians([*theirs, *ours])
+        for name, time in zip(work, times[len(theirs) :], strict=True):
+            for against, their_time in zip(natives, times, strict=False):
+                yield _row(name, time, against, their_time, target)
+
+    tokens = 8192
+    q = torch.randn(tokens, heads, size, device="cuda").bfloat16()
+    k, v = (torch.randn(tokens, key_heads, size, device="cuda").bfloat16() for _ in range(2))
+    kc, vc, table = gpu_attention.pages(k, v, 16)
+    starts, lengths, scale = integers(0, tokens), integers(tokens), size**-0.5
+    native = partial(_native, q=q.transpose(0, 1)[None], k=k.transpose(0, 1)[None])
+    native = partial(native, v=v.transpose(0, 1)[None], causal=True)
+    packed = partial(attention.varlen, q, k, v, starts, tokens, scale)
+    paged = partial(attention.paged, q, kc, vc, table[None], starts, lengths, tokens, scale)
+    shape = f"{tokens} x {heads}/{key_heads} x {size} bf16"
+    work = [f"attention forward {shape}, packed", f"attention forward {shape}, pages of 16"]
+    yield from compare(work, [[packed], [paged]], native, 1.25)
+    for requests, tokens in ((256, 2048), (4, 32768)):
+        of_keys = (requests, tokens, key_heads, size)
+        q = torch.randn(requests, heads, size, device="cuda").bfloat16()
+        k, v = (torch.randn(of_keys, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        table = torch.randperm(requests * tokens // 16, device="cuda").int().view(requests, -1)
+        lengths = integers(*[tokens] * requests)
+        kc, vc = (x.view(-1, 16, key_heads, size) for x in (k, v))
+        ours = partial(attention.decode, q, kc, vc, table, lengths, tokens, scale)
+        # [R, G, T, D] in memory: the layout torch reads fastest.
+        k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
+        native = partial(_native, q=q[:, :, None], k=k, v=v, causal=False)
+        name = f"attention decode, {requests} sequences of {tokens}, pages of 16"
+        yield from compare([name], [[ours]], native, 1.10)
+        del k, v, kc, vc, ours, native
+
+
+AREAS: dict[str, tuple[Callable[[], Iterator[str]], Callable[[], Iterator[Row]]]] = {
+    "elements": (gpu_gates.element_gates, element_rows),
+    "attention": (gpu_attention.gates, attention_rows),
+    "gemm": (gpu_gates.gemm_gates, gemm_rows),
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit code as everywhere: 0 done, 1 different, 2 refused, 3 not observed."""
     parser = argparse.ArgumentParser(prog="python -m samebits.bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file for the rows (default: under $OUT)")
-    out = parser.parse_args(arguments).out
+    parser.add_argument("--only", choices=AREAS, help="gate and measure one area")
+    options = parser.parse_args(arguments)
+    out = options.out
     if out is None:
         out = Path(os.environ.get("OUT", ".")) / "bench-gpu.json"
+    areas = [AREAS[options.only]] if options.only else list(AREAS.values())
     try:
         gpu.prepare(0)
-        for line in gates():
-            print(line, flush=True)
+        for gates, _ in areas:
+            for line in gates():
+                print(line, flush=True)
     except SamebitsError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     torch.cuda.empty_cache()  # the gates leave large blocks; time on memory of its own
-    rows = []
-    for source in (element_rows, gemm_rows):
+    rows: list[Row] = []
+    for _, source in areas:
         for row in source():
             rows.append(row)
             met = {None: "-", True: "met", False: "MISSED"}[row["met"]]
             print(f"{row['work']:58} {row['ours']:9.1f} us  {row['ratio']:6.3f}  {met}", flush=True)
+    if options.only and out.exists():
+        rows = merged(json.loads(out.read_text()), rows)
     out.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
+
+
+def merged(old: list[Row], new: list[Row]) -> list[Row]:
+    """`old` without the rows that `new` measures again, then `new`."""
+
+    def key(row: Row) -> tuple[str, str]:
+        return row["work"], row["against"]["name"]
+
+    again = {key(row) for row in new}
+    return [row for row in old if key(row) not in again] + new
 
 
 if __name__ == "__main__":

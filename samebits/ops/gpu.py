@@ -78,9 +78,17 @@ def prepare(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def require(name: str, x: torch.Tensor, dtype: torch.dtype, holds: bool, required: str) -> None:
+def require(
+    name: str,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    holds: bool,
+    required: str,
+    dense: bool = True,
+) -> None:
     """`x` is a contiguous tensor of `dtype` on the current CUDA device (SB0420), and `holds` is
-    true (SB0421). Triton launches on the current device, wherever the operands are.
+    true (SB0421). Without `dense` only its last dimension need be contiguous. Triton launches on
+    the current device, wherever the operands are.
     """
     here = x.device.type == "cuda" and x.device.index == torch.cuda.current_device()
     if x.dtype != dtype or not here:
@@ -90,7 +98,8 @@ def require(name: str, x: torch.Tensor, dtype: torch.dtype, holds: bool, require
             required=f"{dtype} on the current CUDA device",
             hint="samebits explain SB0420",
         )
-    if not holds or not x.is_contiguous():
+    packed = x.is_contiguous() if dense else x.stride(-1) == 1
+    if not holds or not packed:
         raise Refused(
             "SB0421",
             seen=f"{name} has shape {list(x.shape)}, strides {list(x.stride())}",

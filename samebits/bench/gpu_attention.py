@@ -1,0 +1,217 @@
+"""Bit gates of attention on Hopper: the law on hostile operands; decode, slices, pages, batches.
+
+One row's bits are its own: the same token must come out of packed sequences, every slice of a
+prefill, every page size and a decode step. Memory that no row may read is filled with NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from samebits.bench.gpu_gates import Tally, bf16
+from samebits.ops.attention import reference_sm90 as law
+from samebits.ops.attention import triton as attention
+
+FINITE = ("normal", "wide", "equal", "zeros", "subnormal", "cancel")
+KINDS = (*FINITE, "overflow", "nan", "underflow")
+LENGTHS = (1, 17, 64, 65, 128, 129, 256, 257, 600)
+GEOMETRIES = (attention.Rows(64, 4, 2), attention.Rows(16, 4, 2), attention.Rows(128, 8, 1))
+PAGES = (16, 32, 64)
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def operands(
+    kind: str, tokens: int, heads: int, key_heads: int, size: int, source: torch.Generator
+) -> Operands:
+    """q [T, H, D], k and v [T, G, D] bf16 on the GPU."""
+    of_q, of_k = (tokens, heads, size), (tokens, key_heads, size)
+    if kind in ("normal", "nan"):
+        q, k, v = (
+            torch.randn(s, generator=source, device="cuda").bfloat16() for s in (of_q, of_k, of_k)
+        )
+        if kind == "nan":  # one key: rows before it keep their numbers, later ones have NaN
+            k[tokens * 2 // 3, :, 5] = torch.nan
+        return q, k, v
+    if kind == "underflow":  # a later partition's negative sum, scaled below every subnormal
+        sign = torch.where(torch.arange(tokens, device="cuda") < 256, 1.0, -1.0)[:, None, None]
+        ones = torch.ones(of_k, device="cuda")
+        v = torch.where(sign > 0, 0.0, -bf16(of_k, -127, -126, source).abs())
+        return ones.new_ones(of_q).bfloat16(), (ones * sign * 2).bfloat16(), v
+    low, high, value_low, value_high = {
+        "wide": (-6, 3, -40, 40),
+        "equal": (-6, 3, 0, 5),
+        "zeros": (-4, 2, -2, 2),
+        "subnormal": (-72, -62, -127, -122),
+        "cancel": (-6, 1, -8, 8),
+        "overflow": (50, 66, -8, 8),
+    }[kind]
+    q, k = bf16(of_q, low, high, source), bf16(of_k, low, high, source)
+    v = bf16(of_k, value_low, value_high, source)
+    if kind == "equal":  # every weight is one: small integers over a count, many halfway
+        q, v = q * 0, v.float().round().bfloat16()
+    if kind == "zeros":
+        keep = torch.rand(of_k, generator=source, device="cuda") < 0.05
+        v = torch.where(keep, v, v * 0)
+    if kind == "cancel":  # neighbouring keys take each other back
+        k[1::2], v[1::2] = k[: 2 * (tokens // 2) : 2], -v[: 2 * (tokens // 2) : 2]
+    return q, k, v
+
+
+def pages(k: torch.Tensor, v: torch.Tensor, page: int) -> Operands:
+    """Caches that hold one sequence in pages of random order, and its table; the rest is NaN."""
+    count = -(-k.shape[0] // page)
+    table = torch.randperm(count + 3, device="cuda")[:count]
+    caches = []
+    for x in (k, v):
+        cache = x.new_full((count + 3, page, *x.shape[1:]), torch.nan)
+        padded = x.new_full((count * page, *x.shape[1:]), torch.nan)
+        padded[: x.shape[0]] = x
+        cache[table] = padded.view(count, page, *x.shape[1:])
+        caches.append(cache)
+    return caches[0], caches[1], table.int()
+
+
+def _integers(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def _starts(lengths: list[int]) -> torch.Tensor:
+    return _integers([sum(lengths[:i]) for i in range(len(lengths) + 1)])
+
+
+def _source(seed: int) -> torch.Generator:
+    torch.manual_seed(seed)  # for the order of pages
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+def gate_law() -> str:
+    """Packed sequences have the integer law's bits; so have rows of a long one, sampled."""
+    tally = Tally("attention law")
+    for size in (128, 64):
+        for seed, kind in enumerate(FINITE):
+            q, k, v = operands(kind, sum(LENGTHS), 2, 1, size, _source(seed))
+            y = attention.varlen(q, k, v, _starts(list(LENGTHS)), max(LENGTHS), size**-0.5)
+            first = 0
+            for length in LENGTHS:
+                span = slice(first, first + length)
+                first += length
+                for head in range(2):
+                    at = torch.arange(length, device="cuda")
+                    rows, keys, values = q[span, head], k[span, 0], v[span, 0]
+                    exact = law.attend(rows, keys, values, at, size**-0.5)
+                    tally.note(exact)
+                    what = f"{kind}, D {size}, {length} keys"
+                    tally.require(what, y[span, head], exact.bfloat16())
+                    for t in {0, 127, 128, 300} & set(range(length)) if head else ():
+                        one = slice(t, t + 1)  # the law of a row that has no later key
+                        alone = law.attend(
+                            rows[one], keys[: t + 1], values[: t + 1], at[one], size**-0.5
+                        )
+                        tally.require(f"{what}, row {t} alone", alone, exact[one])
+    for kind in ("normal", "wide"):
+        q, k, v = operands(kind, 32768, 2, 1, 128, _source(7))
+        y = attention.varlen(q, k, v, _starts([32768]), 32768, 128**-0.5)
+        at = torch.tensor([0, 255, 256, 9999, 20000, 32766, 32767], device="cuda")
+        exact = law.attend(q[at, 1], k[:, 0], v[:, 0], at, 128**-0.5)
+        tally.require(f"{kind}, 32768 keys", y[at, 1], exact.bfloat16())
+    return tally.close(("tie", "subnormal", "zero"))
+
+
+def _replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The result of a CUDA graph's second replay."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    graph.replay()
+    y.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    return y
+
+
+def _views(tally: Tally, kind: str, q, k, v, y, source: torch.Generator) -> None:
+    """Decode, slices in one batch, the whole, for every page size; with and without a graph."""
+    length, scale = q.shape[0], q.shape[2] ** -0.5
+    draws = torch.randint(1, length, (5,), generator=source, device="cuda").tolist()
+    cuts = sorted({0, length, *draws})
+    slices = list(itertools.pairwise(cuts))
+    order = torch.randperm(len(slices), generator=source, device="cuda").tolist()
+    slices = [slices[i] for i in order] + [(0, length), (length - 1, length)]
+    tokens = torch.cat([torch.arange(a, b, device="cuda") for a, b in slices])
+    starts, ends = _starts([b - a for a, b in slices]), _integers([b for _, b in slices])
+    steps = torch.arange(length, device="cuda")
+    if length > 600:
+        steps = torch.cat([steps[-64:], torch.randint(0, length, (64,), device="cuda")])
+    for page in PAGES:
+        kc, vc, table = pages(k, v, page)
+        many = table.expand(len(slices), -1).contiguous()
+        each = table.expand(len(steps), -1).contiguous()
+        what = f"{kind}, D {q.shape[2]}, {length} keys, pages of {page}"
+
+        def sliced(kc=kc, vc=vc, many=many) -> torch.Tensor:
+            return attention.paged(q[tokens], kc, vc, many, starts, ends, length, scale)
+
+        def decoded(kc=kc, vc=vc, each=each) -> torch.Tensor:
+            ends = (steps + 1).int()
+            return attention.decode(q[steps], kc, vc, each, ends, length + 300, scale)
+
+        for run in (sliced, lambda sliced=sliced: _replayed(sliced)):
+            tally.require(what + ", slices", run(), y[tokens])
+        for run in (decoded, lambda decoded=decoded: _replayed(decoded)):
+            tally.require(what + ", decode", run(), y[steps])
+
+
+def gate_views() -> str:
+    """A token's bits do not see decode, slices, pages, neighbours, geometry or graphs."""
+    tally = Tally("attention views")
+    for size in (128, 64):
+        for seed, kind in enumerate(KINDS):
+            source = _source(seed)
+            q, k, v = operands(kind, 600, 8, 2, size, source)
+            scale = size**-0.5
+            y = attention.varlen(q, k, v, _starts([600]), 600, scale)
+            tally.note(y.float())
+            tally.require(
+                f"{kind}, again", attention.varlen(q, k, v, _starts([600]), 600, scale), y
+            )
+            _views(tally, kind, q, k, v, y, source)
+            for geometry in GEOMETRIES:
+                other = attention.varlen(q, k, v, _starts([600]), 600, scale, geometry)
+                tally.require(f"{kind}, {geometry}", other, y)
+            # Between two sequences of NaN, which end inside of its tiles.
+            qs, ks, vs = (
+                torch.nn.functional.pad(x, (0, 0, 0, 0, 33, 70), value=torch.nan) for x in (q, k, v)
+            )
+            packed = attention.varlen(qs, ks, vs, _starts([33, 600, 70]), 600, scale)
+            tally.require(f"{kind}, among NaN", packed[33:633], y)
+    return tally.close(("zero", "nan"))
+
+
+def gate_lengths() -> str:
+    """Every length from 1 to 600 in one batch of packed sequences; a long sequence."""
+    tally = Tally("attention lengths")
+    q, k, v = operands("wide", 600, 4, 1, 128, _source(1))
+    y = attention.varlen(q, k, v, _starts([600]), 600, 128**-0.5)
+    lengths = torch.randperm(600, device="cuda") + 1
+    tokens = torch.cat([torch.arange(n, device="cuda") for n in lengths.tolist()])
+    batch = attention.varlen(
+        q[tokens], k[tokens], v[tokens], _starts(lengths.tolist()), 600, 128**-0.5
+    )
+    tally.require("1 to 600", batch, y[tokens])
+    for length in (5000, 32768):
+        source = _source(length)
+        q, k, v = operands("normal", length, 8, 2, 128, source)
+        y = attention.varlen(q, k, v, _starts([length]), length, 128**-0.5)
+        _views(tally, "normal", q, k, v, y, source)
+    return tally.close()
+
+
+def gates() -> Iterator[str]:
+    """One line for each gate that is green, an error at the first that is red."""
+    for gate in (gate_law, gate_views, gate_lengths):
+        yield gate()
