@@ -347,6 +347,13 @@ def _leg_a(book: _Book, done: Mapping[str, Stage]) -> None:
         compare(plain.streams["decode_alone"], done["rollout_stress"].streams["decode"]),
         hazards=hazards,
     )
+    book.add(
+        "A",
+        "decode-batch/decode-mixed",
+        "Sixteen requests decoded side by side equal the same requests split and preempted.",
+        compare(plain.streams["decode_batch"], done["rollout_stress"].streams["decode"]),
+        hazards=hazards,
+    )
 
 
 def _leg_b(book: _Book, done: Mapping[str, Stage]) -> None:

@@ -71,6 +71,8 @@ def rollout_plain(
         engine.row_digests(True)
         batch = engine.score(whole)
         digests = engine.row_digests(True)
+        # All of these decode side by side, whatever order they arrive in: a batch of 16.
+        together = engine.generate(workload.to_engine(requests[:16]))
         batch_hazards = engine.stats(reset=True)
         few = sorted(range(len(whole)), key=lambda i: len(whole[i]))[:alone]
         single = [engine.score([whole[i]])[0] for i in few]
@@ -90,6 +92,7 @@ def rollout_plain(
             "batch": workload.scored(whole, batch, digests),
             "alone": alone_stream,
             "decode_alone": again_stream,
+            "decode_batch": workload.decoded(requests[:16], together),
             "extra": workload.scored(extra, extra_scores, base=workload.CONTROL_BASE),
         },
         {"batch_hazards": batch_hazards, "alone_hazards": alone_hazards, "contract": digest},

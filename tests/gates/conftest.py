@@ -60,6 +60,7 @@ def _rollout(make: Maker) -> dict[str, Stage]:
                 "batch": make.stream(),
                 "alone": make.stream(only=few),
                 "decode_alone": make.stream(PROMPT, only=few),
+                "decode_batch": make.stream(PROMPT),
                 "extra": make.stream(base=control, seed=1),
             },
             {
