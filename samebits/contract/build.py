@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samebits import files
 from samebits import recipe as recipes
 from samebits.contract import canonical
 from samebits.contract.dims import dims_of
@@ -215,16 +214,7 @@ def write(contract: Contract, path: Path) -> bool:
     """Write atomically; False when the file already holds these bytes."""
     if path.exists() and path.read_bytes() == contract.raw:
         return False
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".contract.", delete=False) as file:
-        try:
-            file.write(contract.raw)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    files.write_atomic(path, contract.raw)
     return True
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samebits import files
 from samebits.contract import canonical
 from samebits.errors import Refused
 from samebits.evidence.verdict import check_consistent, judge
@@ -342,14 +341,5 @@ def write(statement: Statement, path: Path, reason: str = "the case was proved a
         predicate["supersedes"] = {"statement": canonical.sha256(older), "reason": reason}
         statement = seal(dict(statement.data) | {"predicate": predicate})
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".evidence.", delete=False) as file:
-        try:
-            file.write(statement.raw)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    files.write_atomic(path, statement.raw)
     return statement
