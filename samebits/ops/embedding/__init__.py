@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 
 from samebits.bits import mixsum
-from samebits.errors import Refused
 from samebits.ops import registry, samples
-from samebits.ops.checks import require_dtype, require_shape
+from samebits.ops.checks import place, require_dtype, require_ids, require_shape, require_shard
 from samebits.ops.embedding import cpu
 
 __all__ = ["lookup"]
@@ -46,24 +45,10 @@ def lookup(
     require_dtype("ids", ids, torch.int64)
     require_dtype("weight", weight, torch.bfloat16)
     require_shape("weight", weight, weight.dim() == 2 and weight.numel() > 0, "[V_local, H]")
-    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group else (1, 0)
+    ranks, rank = place(group)
     rows = weight.shape[0]
-    if start != rank * rows:
-        raise Refused(
-            "SB0423",
-            seen=f"rank {rank} of {ranks} owns rows {start} to {start + rows}",
-            required=f"rows {rank * rows} to {(rank + 1) * rows}",
-            hint="samebits explain SB0423",
-        )
-    if ids.numel():
-        low, high = (int(v) for v in torch.aminmax(ids))
-        if low < 0 or high >= ranks * rows:
-            raise Refused(
-                "SB0422",
-                seen=f"token ids from {low} to {high}",
-                required=f"0 <= id < {ranks * rows}",
-                hint="samebits explain SB0422",
-            )
+    require_shard("SB0423", "rows", (ranks, rank), start=start, held=rows, width=rows)
+    require_ids("SB0422", "token", ids, ranks * rows)
     registry.count_served("embedding", ids.numel())
     shared = group if ranks > 1 else None
     if torch.is_grad_enabled() and weight.requires_grad:

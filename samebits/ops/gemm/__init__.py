@@ -17,7 +17,7 @@ import torch.distributed as dist
 from samebits.bits import mixsum
 from samebits.errors import Refused
 from samebits.ops import registry, samples
-from samebits.ops.checks import require_dtype, require_shape
+from samebits.ops.checks import place, require_dtype, require_shape
 from samebits.ops.gemm import cpu
 from samebits.ops.scalar import LANES
 from samebits.plan import ReductionPlan
@@ -58,7 +58,7 @@ def row_parallel(
     SB0413, SB0420, SB0421.
     """
     _check(x, w, None)
-    size = 1 if group is None else dist.get_world_size(group)
+    size, _ = place(group)
     local = plan.local(size)
     local.cuts(x.shape[-1])
     registry.count_served("gemm.row", _rows(x))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from samebits.bits import mixsum
 from samebits.errors import Refused
 from samebits.ops import registry, samples
-from samebits.ops.checks import require_dtype, require_shape
+from samebits.ops.checks import place, require_dtype, require_ids, require_shape, require_shard
 from samebits.ops.logprob import cpu
 from samebits.ops.scalar import LANES
 from samebits.plan import ReductionPlan
@@ -145,28 +145,14 @@ def selected(
     logits = _rows(logits)
     require_dtype("targets", targets, torch.int64)
     require_shape("targets", targets, targets.shape == logits.shape[:1], f"[{logits.shape[0]}]")
-    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group else (1, 0)
+    ranks, rank = place(group)
     columns = logits.shape[1]
     vocab = _vocabulary(logits, vocab, ranks * columns)
     local_plan = plan.local(ranks)
     plan.cuts(vocab)
     width = vocab // ranks
-    if start != rank * width or (ranks > 1 and columns != width):
-        raise Refused(
-            "SB0431",
-            seen=f"rank {rank} of {ranks} holds columns {start} to {start + columns}",
-            required=f"columns {rank * width} to {(rank + 1) * width} of a vocabulary of {vocab}",
-            hint="samebits explain SB0431",
-        )
-    if targets.numel():
-        low, high = (int(v) for v in torch.aminmax(targets))
-        if low < 0 or high >= vocab:
-            raise Refused(
-                "SB0432",
-                seen=f"target ids from {low} to {high}",
-                required=f"0 <= id < {vocab}",
-                hint="samebits explain SB0432",
-            )
+    require_shard("SB0431", "columns", (ranks, rank), start=start, held=columns, width=width)
+    require_ids("SB0432", "target", targets, vocab)
     registry.count_served("logprob", logits.shape[0])
     shard = _Shard(local_plan.cuts(width), start, width, ranks, group)
     targets = targets.contiguous()
