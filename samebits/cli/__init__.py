@@ -19,9 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from samebits import __version__
-
-EXIT_INTERNAL = 4
-EXIT_INTERRUPTED = 130
+from samebits.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, SamebitsError
 
 # verb -> (module with an `app`, one line of help); a module may hold several verbs.
 VERBS = {
@@ -57,6 +55,8 @@ class _Verbs(TyperGroup):
         except BrokenPipeError:  # the reader of our output left, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except KeyboardInterrupt:  # typer would leave with the right code, but without a word
+            raise typer.Abort from None
 
 
 def _load(verb: str) -> Any:
@@ -93,8 +93,6 @@ def _group() -> _Verbs:
 
 def run(args: Sequence[str]) -> int:
     """Run one command line; returns the exit code."""
-    from samebits.errors import SamebitsError
-
     try:
         code = _group().main(args=list(args), prog_name="samebits", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -105,7 +103,7 @@ def run(args: Sequence[str]) -> int:
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
+        print("interrupted; run the same command again to go on", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
         traceback.print_exception(type(error), error, error.__traceback__, limit=-4)

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -132,3 +133,22 @@ def test_reader_that_leaves_early():
     child.stdout.close()
     assert child.wait(30) == 130
     assert b"Traceback" not in child.stderr.read()
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    pipe = tmp_path / "dump.jsonl"
+    os.mkfifo(pipe)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "samebits", "measure", str(pipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        with pipe.open("w"):  # opens once the verb reads, which then waits for a line
+            child.send_signal(signal.SIGINT)
+            out, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert (out, err) == ("", "interrupted; run the same command again to go on\n")
