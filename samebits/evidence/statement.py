@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "urn:samebits:evidence:v1"
+# True of every statement, so no producer has to name it.
+UNSIGNED = (
+    "This statement carries no signature: its digest shows accidents and edits; "
+    "only running it again shows a forgery."
+)
 # Goes up when the rules of `verdict` change.
 VERIFIER = {"id": "samebits.evidence", "version": "1"}
 
@@ -258,7 +263,7 @@ def build(
 ) -> Statement:
     """Statement of one run (or shard of a run) of a case.
 
-    limits        plain sentences, at least one
+    limits        plain sentences, at least one; that statements are not signed is added
     happenstance  `started` and `finished` (ISO 8601), host class, clocks; never compared
     trees         upstream -> tree id that really ran (default: those that pins.yaml records)
     dependencies  uri -> sha256 of what was read: weights, capsule, prompts
@@ -316,7 +321,7 @@ def build(
                 "reproductions": [],
                 "byproducts": [dict(record) for record in byproducts],
                 "verifier": dict(VERIFIER),
-                "limits": list(limits),
+                "limits": [*limits, UNSIGNED] if limits else [],  # none is refused by the schema
                 "supersedes": None,
             },
         }

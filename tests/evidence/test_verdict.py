@@ -124,6 +124,11 @@ def test_a_statement_without_limits_is_refused(run):
         run(limits=[])
 
 
+def test_every_statement_says_that_it_is_not_signed(run):
+    *given, last = run(limits=["one CPU model"]).predicate["limits"]
+    assert given == ["one CPU model"] and "no signature" in last
+
+
 def test_numbers_carry_their_bits():
     assert evidence.number(0.1) == {
         "decimal": "0.1",
