@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from samebits import files
 from samebits.errors import NotObserved, Refused
 
 NAMES = ("gemm", "attention", "rms_norm", "rotary", "silu_mul", "logprob", "rollout")
@@ -55,9 +55,7 @@ def record(rows: list[dict[str, Any]]) -> None:
         for r in (json.loads(path.read_text()) if path.exists() else [])
     }
     kept.update({(r["work"], r["hardware"]): r for r in rows})
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
-    os.replace(draft, path)
+    files.write_atomic(path, (json.dumps(list(kept.values()), indent=1) + "\n").encode())
 
 
 def recorded() -> list[dict[str, Any]]:

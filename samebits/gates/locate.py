@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from samebits import trace
+from samebits import files, trace
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.errors import Refused, SamebitsError
 from samebits.evidence import DifferenceReport, Side
@@ -291,6 +291,5 @@ def write(found: Sequence[DifferenceReport], path: Path) -> None:
     if not found:
         path.unlink(missing_ok=True)
         return
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps([asdict(report) for report in found], indent=1) + "\n")
-    os.replace(draft, path)
+    text = json.dumps([asdict(report) for report in found], indent=1) + "\n"
+    files.write_atomic(path, text.encode())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from samebits import report
+from samebits import files, report
 from samebits.evidence import DifferenceReport
 from samebits.evidence.statement import Statement
 from samebits.evidence.verdict import judge
@@ -171,7 +170,5 @@ def write(
     differences: Sequence[DifferenceReport] = (),
 ) -> Path:
     """Write `report.html` atomically and return its path."""
-    draft = path.with_suffix(".part")
-    draft.write_text(render(statement, done, chip, differences))
-    os.replace(draft, path)
+    files.write_atomic(path, render(statement, done, chip, differences).encode())
     return path

@@ -4,11 +4,16 @@ import re
 from html import escape as html_escape
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
-from samebits.evidence import DifferenceReport, Side
+from samebits import files
+from samebits.evidence import DifferenceReport, Side, number
+from samebits.evidence.statement import Statement
 from samebits.evidence.verdict import judge
 from samebits.gates import page, prove
+from samebits.gates.run import Stage
+from samebits.gates.streams import Stream
 
 # What makes a browser fetch: attributes with an address, and style sheets' own references.
 _FETCHING = {"src", "href", "srcset", "data", "action", "poster", "background", "xlink:href"}
@@ -36,8 +41,13 @@ def external(html: str) -> list[str]:
     return found + sorted(parser.tags & {"script", "iframe", "object", "embed", "link", "base"})
 
 
+def _statement(run, stages_of):
+    done = stages_of(run.recipe)
+    return prove.state(run, done, quick=True, started="2025-01-01T00:00:00+00:00")
+
+
 def _html(run, done):
-    statement = prove.state(run, done, quick=True, started="2025-01-01T00:00:00+00:00")
+    statement = _statement(run, lambda _: done)
     return page.render(statement, done, "a chip")
 
 
@@ -102,7 +112,113 @@ def test_a_failed_write_leaves_the_old_page(run_of, stages_of, tmp_path, monkeyp
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(page.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(OSError, match="no space"):
         page.write(statement, done, "a chip", path)
     assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.glob("*report*")] == ["report.html"]
+
+
+def test_the_sentence_counts_each_leg_and_the_controls_that_diverged(run_of, stages_of):
+    statement = _statement(run_of("qwen3-tiny"), stages_of)
+    changed = [
+        {"leg": "A", "mismatches": 1, "tokens": 1000, "control": {"mismatches": 3}},
+        {"leg": "A", "mismatches": 2, "tokens": 500, "control": {"mismatches": 0}},
+        {"leg": "B", "mismatches": 0, "tokens": 7, "control": None},
+    ]
+    predicate = dict(statement.predicate) | {"comparisons": changed}
+    statement = Statement(b"", dict(statement.data) | {"predicate": predicate})
+    assert page.sentence(statement) == (
+        f"qwen3-tiny: {statement.verdict}; mismatches per leg: A 3 of 1,500, B 0 of 7; "
+        "1 of 2 negative controls diverged"
+    )
+
+
+def test_a_hazard_of_two_pairs_of_a_leg_is_shown_once_at_its_largest():
+    rows = [
+        {"leg": "A", "hazards": {"splits": 5, "hits": 0}},
+        {"leg": "A", "hazards": {"splits": 9, "hits": 0}},
+        {"leg": "A", "hazards": {"splits": 7}},
+        {"leg": "B", "hazards": {"splits": 2}},
+    ]
+    shown = page._hazards({"comparisons": rows})
+    assert shown == [("A", "splits", 9), ("A", "hits", 0), ("B", "splits", 2)]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (0.0, "0"), (-0.0, "0"), (1.23456e-7, "1.23e-07"), (2, "2")]
+)
+def test_a_number_is_shown_with_three_digits(value, text):
+    assert page._shown(None if value is None else number(value)) == text
+
+
+def test_a_leg_shows_its_own_counts_and_those_of_its_control():
+    record = {
+        "leg": "B",
+        "name": "decode/prefill",
+        "sentence": "S",
+        "tokens": 9,
+        "mismatches": 4,
+        "max_abs": number(0.5),
+        "control": {"name": "stock", "mismatches": 2345, "tokens": 6789},
+    }
+    controlled, bare = page._legs({"comparisons": [record, record | {"control": None}]})
+    assert controlled == {
+        "name": "B",
+        "sentence": "S (decode/prefill)",
+        "tokens": 9,
+        "mismatches": 4,
+        "max_abs": "0.5",
+        "control": "stock",
+        "control_mismatches": "2,345 of 6,789",
+    }
+    assert bare == controlled | {"control": "-", "control_mismatches": "-"}
+
+
+def test_an_oracle_without_a_control_shows_none():
+    record = {"aligned_mean": number(0.25), "stock_mean": number(0.5), "control": None}
+    with_control = record | {"control": {"name": "rope", "mean": number(3)}}
+    bare, shown = page._oracles({"oracle": [record, with_control]})
+    assert (bare["aligned"], bare["stock"]) == ("0.25", "0.5")
+    assert (bare["control"], bare["control_mean"]) == ("-", "-")
+    assert (shown["control"], shown["control_mean"]) == ("rope", "3")
+
+
+def test_plots_get_distances_of_tokens_and_steps_of_both_arms(make, monkeypatch):
+    from samebits.report import plots
+
+    got = {}
+    for name in ("difference_per_step", "difference_histogram", "reward_curve"):
+        monkeypatch.setattr(plots, name, lambda *a, name=name: got.setdefault(name, a) and name)
+    left, right = Stream(), Stream()
+    for stream, values in ((left, [-1.0, -2.0]), (right, [-1.5, -1.75])):
+        patterns = np.array(values, np.float32).view(np.uint32)
+        stream.add(0, 1, [5, 6], patterns, np.zeros((2, 2), np.uint64))
+    done = {
+        "rl_aligned": Stage({"rollout": left, "trainer": left}, {}),
+        "rl_stock": Stage({"rollout": left, "trainer": right}, {}),
+    }
+    steps = {
+        "aligned": [{"max_abs": number(0), "reward": number(0.25)}],
+        "stock": [{"max_abs": number(0.5), "reward": number(0.75)}],
+    }
+    uris = [plot["uri"] for plot in page._plots(done, steps)]
+    assert uris == ["difference_per_step", "difference_histogram", "reward_curve"]
+    assert got == {
+        "difference_per_step": ([0.0], [0.5]),
+        "difference_histogram": ({"aligned": [0.0, 0.0], "stock": [0.5, 0.25]},),
+        "reward_curve": ([0.25], [0.75]),
+    }
+
+
+def test_rows_of_rl_steps_name_their_arm(run_of, stages_of, monkeypatch):
+    run = run_of("smollm2-135m")
+    done = stages_of(run.recipe)
+    given = {}
+    monkeypatch.setattr(page.report, "render", lambda fields: given.update(fields) or "")
+    page.render(_statement(run, lambda _: done), done, "a chip")
+    steps = run.recipe.rl["steps"]
+    arms = [(row["arm"], row["step"]) for row in given["steps"]]
+    assert arms == [(arm, step + 1) for arm in ("aligned", "stock") for step in range(steps)]
+    assert {row["max_abs"] for row in given["steps"][:steps]} == {"0"}
+    assert "0" not in {row["max_abs"] for row in given["steps"][steps:]}
