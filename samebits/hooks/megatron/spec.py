@@ -47,6 +47,9 @@ class SamebitsSpecProvider(BackendSpecProvider):
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False):
         return RMSNorm
 
+    def self_attention(self) -> type:
+        return SelfAttention
+
     def core_attention(self) -> type:
         return CoreAttention
 
@@ -62,27 +65,31 @@ class SamebitsSpecProvider(BackendSpecProvider):
         return SiluMul
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """One decoder layer from `SamebitsSpecProvider`. Needs `config.use_te_activation_func`, the
-    switch under which Megatron's MLP takes its activation from the provider."""
-    provider = SamebitsSpecProvider()
-    norm = provider.layer_norm(rms_norm=True, has_residual=True)
+def attention_spec(config: TransformerConfig, provider: SamebitsSpecProvider) -> ModuleSpec:
+    """Causal self-attention from `provider`."""
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=provider.self_attention(),
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_linear(),
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+
+
+def layer_spec(provider: SamebitsSpecProvider, attention: ModuleSpec) -> ModuleSpec:
+    """One decoder layer around `attention`. Needs `config.use_te_activation_func`, the switch
+    under which Megatron's MLP takes its activation from the provider."""
+    norm = provider.layer_norm(rms_norm=True, has_residual=True)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=provider.column_parallel_linear(),
-                    core_attention=provider.core_attention(),
-                    linear_proj=provider.row_parallel_linear(),
-                    q_layernorm=qk_norm,
-                    k_layernorm=qk_norm,
-                ),
-            ),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
             mlp=get_mlp_module_spec_for_backend(provider, use_te_activation_func=True),
@@ -93,10 +100,16 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
     """The decoder block for `GPTModel`: ours when aligned, Megatron's local spec when stock."""
+    if config.experimental_attention_variant is not None:
+        from samebits.hooks.megatron import gdn
+
+        return gdn.block_spec(config)
     if not runtime.aligned():
         return get_gpt_layer_local_spec(
             qk_layernorm=config.qk_layernorm, normalization=config.normalization
         )
+    provider = SamebitsSpecProvider()
+    layer = layer_spec(provider, attention_spec(config, provider))
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(config)] * config.num_layers, layer_norm=RMSNorm
+        layer_specs=[layer] * config.num_layers, layer_norm=provider.layer_norm(rms_norm=True)
     )

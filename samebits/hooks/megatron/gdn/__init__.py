@@ -1,0 +1,20 @@
+"""Gated delta networks in Megatron: hybrid blocks of linear and gated full attention.
+
+Megatron's own module imports a function of this package, so nothing here imports Megatron at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The hybrid decoder block of `config`: ours when aligned, Megatron's own when stock."""
+    from samebits import runtime
+    from samebits.hooks.megatron.gdn import spec, stock
+
+    return (spec if runtime.aligned() else stock).block_spec(config)
