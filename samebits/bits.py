@@ -55,6 +55,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
+        """Whether anything was compared, and all of it has one bit pattern on both sides."""
         return self.elements > 0 and self.mismatches == 0
 
 
@@ -128,4 +129,5 @@ def add_digests(*digests: int) -> int:
 
 
 def hex_digest(digest: int) -> str:
+    """A `mixsum` digest as 32 hexadecimal digits."""
     return f"{digest:032x}"

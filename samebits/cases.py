@@ -27,6 +27,7 @@ class Status:
     date: str | None
 
     def as_dict(self) -> dict:
+        """For `--json`."""
         return {**asdict(self), "legs": sorted(self.tokens)}
 
 
@@ -53,4 +54,5 @@ def status(case: str) -> Status:
 
 
 def all_statuses() -> list[Status]:
+    """Status of every case of `cases/`."""
     return [status(case) for case in recipes.known_cases()]

@@ -30,6 +30,7 @@ class Mismatch:
     is_ratio_median: float
 
     def as_dict(self) -> dict[str, float | int]:
+        """For JSON."""
         return asdict(self)
 
 

@@ -59,18 +59,22 @@ class Recipe:
 
     @property
     def case(self) -> str:
+        """Name of the case."""
         return self.data["case"]
 
     @property
     def folder(self) -> Path:
+        """Folder of the case."""
         return self.path.parent
 
     @property
     def contract_path(self) -> Path:
+        """Where its contract is."""
         return self.folder / "contract.json"
 
     @property
     def evidence_path(self) -> Path:
+        """Where its evidence is."""
         return self.folder / "evidence" / "evidence.json"
 
     @property
@@ -95,30 +99,37 @@ class Recipe:
 
     @property
     def leaves(self) -> int:
+        """Leaves of a reduction over ranks."""
         return self.data["contract"]["reduction_leaves"]
 
     @property
     def attention_partition(self) -> int:
+        """Keys in one partition of attention."""
         return self.data["contract"]["attention_partition"]
 
     @property
     def vocabulary_leaves(self) -> int:
+        """Leaves of the sum over the vocabulary."""
         return self.data["contract"]["vocabulary_leaves"]
 
     @property
     def trainer_tp(self) -> tuple[int, ...]:
+        """Tensor-parallel sizes of the trainer to prove."""
         return tuple(self.data["layouts"]["trainer_tp"])
 
     @property
     def rollout_tp(self) -> tuple[int, ...]:
+        """Tensor-parallel sizes of the rollout engine to prove."""
         return tuple(self.data["layouts"]["rollout_tp"])
 
     @property
     def engine(self) -> Mapping[str, int]:
+        """Sizes that the rollout engine is started with."""
         return self.data["engine"]
 
     @property
     def legs(self) -> dict[str, Leg]:
+        """What each leg must show, by its letter."""
         known = ("tokens", "hazards", "control")
         return {
             name: Leg(
@@ -132,6 +143,7 @@ class Recipe:
 
     @property
     def rl(self) -> Mapping[str, Any] | None:
+        """Settings of the RL run; None for a case without one."""
         return self.data.get("rl")
 
     @property
@@ -148,6 +160,7 @@ class Recipe:
 
 
 def schema() -> dict[str, Any]:
+    """The JSON schema of a recipe."""
     text = importlib.resources.files("samebits").joinpath("recipe.schema.json").read_text()
     return json.loads(text)
 

@@ -38,6 +38,7 @@ def arithmetic() -> str:
 
 
 def aligned() -> bool:
+    """Whether this process computes with the shared operators."""
     return arithmetic() == "aligned"
 
 

@@ -193,6 +193,7 @@ def gate_gemm() -> str:
 
 
 def gate_rms_norm() -> str:
+    """RMSNorm against its law on extreme exponents, zeros and NaN; the tally as one line."""
     tally = Tally("rms_norm")
     source = _source(1)
     for n in (128, 576, 4096, 5120, 12288):
@@ -239,6 +240,7 @@ def gate_rotary() -> str:
 
 
 def gate_logprob() -> str:
+    """Log-probabilities against their law, rows of -inf, inf and NaN included; one line."""
     tally = Tally("logprob")
     source = _source(4)
     for vocab, leaves in ((151936, 8), (151936, 1), (49152, 8), (1000, 4)):

@@ -112,4 +112,5 @@ def run(args: Sequence[str]) -> int:
 
 
 def main() -> NoReturn:
+    """Entry point of the command `samebits`: exits with the code of `run`."""
     sys.exit(run(sys.argv[1:]))

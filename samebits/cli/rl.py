@@ -12,6 +12,8 @@ app = typer.Typer()
 
 
 class Arm(enum.StrEnum):
+    """Arithmetic of the run: `aligned`, or `stock` for the control."""
+
     aligned = "aligned"
     stock = "stock"
 

@@ -54,6 +54,7 @@ def encode(value: Any, what: str = "value") -> bytes:
 
 
 def sha256(data: bytes) -> str:
+    """Hexadecimal sha256 of bytes."""
     return hashlib.sha256(data).hexdigest()
 
 

@@ -26,6 +26,7 @@ ROLES = {"rollout": ENGINE_CASES, "trainer": TRAINER_CASES}
 
 
 def schema() -> dict[str, Any]:
+    """The JSON schema of a contract."""
     text = importlib.resources.files(__package__).joinpath("schema.json").read_text()
     return json.loads(text)
 

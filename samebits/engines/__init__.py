@@ -1,0 +1,1 @@
+"""The two engines as the gates drive them: vLLM for rollout, Megatron-core for training."""

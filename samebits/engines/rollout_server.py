@@ -22,6 +22,7 @@ class Server:
     """One method per call of the driver."""
 
     def start(self, settings: dict[str, Any]) -> None:
+        """Start vLLM with `settings`, the fields of `RolloutSettings` as JSON holds them."""
         from vllm import LLM
         from vllm.plugins import load_general_plugins
 
@@ -47,6 +48,7 @@ class Server:
         )
 
     def generate(self, requests: list[Request]) -> list[Completion]:
+        """Sample the requests at temperature 1, all in flight together; results in their order."""
         from vllm import SamplingParams
 
         params = [
@@ -64,6 +66,7 @@ class Server:
         return [self._completion(output) for output in outputs]
 
     def score(self, sequences: list[list[int]]) -> list[Score]:
+        """Log-probability bits of every token but the first of each sequence, by prefill."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -82,6 +85,7 @@ class Server:
         ]
 
     def semantics(self, outside: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """What vLLM is set to compute, and the error id that refuses each request of `outside`."""
         config = self._llm.llm_engine.vllm_config.model_config
         return {
             "logprobs_mode": config.logprobs_mode,
@@ -102,6 +106,7 @@ class Server:
         return None
 
     def reset_prefix_cache(self) -> int:
+        """Drop the prefix cache; returns the blocks dropped. Refused SB0515 while in use."""
         outcome: Any = self._llm.reset_prefix_cache()
         if not outcome:
             raise Refused(
@@ -113,6 +118,7 @@ class Server:
         return outcome["dropped_blocks"]
 
     def rpc(self, method: str, arguments: tuple) -> list[Any]:
+        """Call a method of every worker; results by rank. A refusal of a worker is raised here."""
         values = []
         for reply in self._llm.collective_rpc(method, args=arguments):
             if "refused" in reply:

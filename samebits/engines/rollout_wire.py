@@ -64,6 +64,7 @@ def bits_of(values: Sequence[float]) -> np.ndarray:
 
 
 def encode(error: SamebitsError) -> dict[str, str]:
+    """A refusal as a JSON record."""
     return {
         "type": type(error).__name__,
         "id": error.error_id,
@@ -74,6 +75,7 @@ def encode(error: SamebitsError) -> dict[str, str]:
 
 
 def decode(record: dict[str, str]) -> SamebitsError:
+    """The error of `encode`, raised by the caller."""
     kind = getattr(errors, record["type"])
     return kind(record["id"], seen=record["seen"], required=record["required"], hint=record["hint"])
 

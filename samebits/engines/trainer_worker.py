@@ -31,11 +31,13 @@ class Worker:
 
     @property
     def trainer(self) -> Trainer:
+        """The trainer of this rank; `start` makes it."""
         if self._trainer is None:
             raise RuntimeError("the first call must be `start`")
         return self._trainer
 
     def start(self, threads: int, **options) -> dict:
+        """Make the trainer of this rank with `options` of `Trainer`; returns `info`."""
         torch.set_num_threads(threads)
         if runtime.aligned():
             faults.install()
@@ -58,20 +60,25 @@ class Worker:
         }
 
     def reset_served(self) -> None:
+        """Start counting served operator calls anew."""
         registry.reset_served()
 
     def load(self, folder: str) -> None:
+        """Load the weights of a model folder."""
         from samebits.weights.sources import open_model
 
         self.trainer.load_weights(open_model(Path(folder)))
 
     def score(self, sequences, layout, digests):
+        """See `Trainer.score`."""
         return self.trainer.score(sequences, layout, digests)
 
     def train_step(self, batch, loss_fn, layout):
+        """See `Trainer.train_step`."""
         return self.trainer.train_step(batch, loss_fn, layout)
 
     def gradients(self) -> dict[str, torch.Tensor] | None:
+        """Whole logical gradients by tensor name, on rank 0; None on the others."""
         whole = dict(self.trainer.gradients())
         return whole if self.trainer.tp_rank == 0 else None
 
@@ -95,6 +102,7 @@ class Worker:
         self._segment.close()
 
     def stop(self) -> None:
+        """Release shared memory and close the trainer."""
         self.release()
         if self._trainer is not None:
             self._trainer.close()
@@ -108,6 +116,7 @@ def _as_answer(error: BaseException) -> BaseException:
 
 
 def main() -> int:
+    """Serve calls from the pipe that the first argument names, until it closes; returns 0."""
     pipe = Connection(int(sys.argv[1]))
     worker = Worker()
     while True:

@@ -60,6 +60,7 @@ class DifferenceReport:
     note: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

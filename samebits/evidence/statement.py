@@ -30,6 +30,7 @@ VERIFIER = {"id": "samebits.evidence", "version": "1"}
 
 
 def schema() -> dict[str, Any]:
+    """The JSON schema of a statement."""
     text = importlib.resources.files(__package__).joinpath("schema.json").read_text()
     return json.loads(text)
 
@@ -180,6 +181,7 @@ class Statement:
 
     @classmethod
     def load(cls, path: Path) -> Statement:
+        """Read and `parse` an evidence file; SB0303 where it cannot be read."""
         try:
             raw = path.read_bytes()
         except OSError as error:
@@ -222,14 +224,17 @@ class Statement:
 
     @property
     def predicate(self) -> Mapping[str, Any]:
+        """The statement's predicate: what was claimed, run and counted."""
         return self.data["predicate"]
 
     @property
     def verdict(self) -> str:
+        """EQUAL, DIFFERENT or NOT_OBSERVED."""
         return self.predicate["verdict"]
 
     @property
     def case(self) -> str:
+        """Name of the model case."""
         return self.predicate["parameters"]["case"]
 
 

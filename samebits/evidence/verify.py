@@ -36,6 +36,7 @@ class Result:
 
     @property
     def exit_code(self) -> int:
+        """0 EQUAL, 1 DIFFERENT, 3 NOT_OBSERVED or STALE."""
         codes = {EQUAL: EXIT_EQUAL, DIFFERENT: EXIT_DIFFERENT}
         return codes.get(self.status, EXIT_NOT_OBSERVED)
 

@@ -82,6 +82,7 @@ def write(requests: list[Request], path: Path) -> str:
 
 
 def read(path: Path) -> list[Request]:
+    """The requests that `write` wrote."""
     return [
         Request(**{**record, "prompt": tuple(record["prompt"])})
         for record in json.loads(path.read_text())

@@ -168,6 +168,7 @@ def _before(stream: Stream, position: int) -> Stream:
 
 
 def command(run: Run, sequence: int) -> str:
+    """The command that computes `sequence` alone, traced."""
     return f"samebits prove {run.recipe.case}{run.flag} --locate {sequence}"
 
 

@@ -50,10 +50,12 @@ class Size:
 
     @classmethod
     def quick(cls) -> Size:
+        """Size for continuous integration."""
         return cls(18, 8, 4, 4, 8, 2, 2)
 
     @classmethod
     def full(cls) -> Size:
+        """Size of a recorded run."""
         return cls(48, 32, 16, 8, 24, None, None)
 
     @property
@@ -63,6 +65,7 @@ class Size:
 
     @classmethod
     def of(cls, *, quick: bool, record: bool) -> Size:
+        """The size that the options of `samebits prove` ask for."""
         if quick:
             return cls.quick()
         return cls.full() if record else cls()

@@ -82,6 +82,7 @@ class Run:
 
 
 def say(text: str) -> None:
+    """Tell progress on stderr."""
     print(f"prove: {text}", file=sys.stderr, flush=True)
 
 

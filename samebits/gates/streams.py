@@ -111,10 +111,12 @@ class Stream:
         return columns["sequence"].astype(np.int64) << 32 | columns["position"].astype(np.int64)
 
     def save(self, path: Path) -> None:
+        """Write the columns to an .npz file."""
         np.savez(path, **self.columns())  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: Path) -> Stream:
+        """Read what `save` wrote."""
         with np.load(path) as stored:
             return cls({name: stored[name] for name in _COLUMNS})
 

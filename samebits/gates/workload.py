@@ -65,6 +65,7 @@ def _prompts(recipe: Recipe, model: Path, count: int) -> list[Sequence[int]]:
 
 
 def to_engine(requests: Sequence[capsule.Request]) -> list[Request]:
+    """The requests as the rollout engine takes them; a response has its full length."""
     return [Request(r.prompt, r.max_tokens, r.seed, ignore_eos=True) for r in requests]
 
 

@@ -1,0 +1,1 @@
+"""The only functions that patches and plugins call; one package for each engine."""

@@ -63,6 +63,8 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Dump:
+    """Sequences of both sides, and the files they came from."""
+
     sequences: tuple[Sequence, ...]
     files: tuple[str, ...]
 

@@ -51,9 +51,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
+        """0 equal, 1 different, 3 nothing compared."""
         return _EXITS[self.verdict]
 
     def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
         return asdict(self)
 
 

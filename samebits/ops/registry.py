@@ -102,10 +102,12 @@ def count_served(region: str, rows: int = 1) -> None:
 
 
 def served() -> dict[str, int]:
+    """Region -> rows or tokens computed in this process since `reset_served`."""
     with _lock:
         return dict(_served)
 
 
 def reset_served() -> None:
+    """Forget all counts of `served`."""
     with _lock:
         _served.clear()

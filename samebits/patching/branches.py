@@ -14,6 +14,8 @@ from samebits.patching.workspace import Workspace
 
 @dataclass(frozen=True)
 class Branch:
+    """Ids of what `write` made: branch name, both commits, tree of the second."""
+
     name: str
     snapshot: str
     changes: str
@@ -21,6 +23,7 @@ class Branch:
 
 
 def repository(workspace: Workspace) -> Path:
+    """The bare repository that holds all branches."""
     return workspace.build / "branches.git"
 
 

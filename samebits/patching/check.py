@@ -52,6 +52,7 @@ class Finding:
     detail: str
 
     def as_row(self) -> dict[str, str]:
+        """For `--json`."""
         return asdict(self)
 
 

@@ -104,6 +104,7 @@ class Export:
 
     @property
     def differs(self) -> bool:
+        """Whether files and commits say different things."""
         return bool(self.changed or self.added or self.dropped)
 
 

@@ -46,6 +46,7 @@ def disk_space(workspace: Workspace) -> Iterator[None]:
 
 
 def sha256(path: Path) -> str:
+    """Hexadecimal sha256 of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -42,10 +42,12 @@ class GitFailed(Refused):
 
     @property
     def message(self) -> str:
+        """What git said."""
         return self.seen
 
 
 def environment() -> dict[str, str]:
+    """Environment of every git call: no user configuration, fixed identity and dates."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     env.update(
         GIT_CONFIG_GLOBAL=os.devnull,
@@ -98,6 +100,7 @@ def run(folder: Path, *args: str, stdin: bytes | None = None) -> bytes:
 
 
 def text(folder: Path, *args: str, stdin: bytes | None = None) -> str:
+    """Output of a git command, decoded and stripped."""
     return run(folder, *args, stdin=stdin).decode().strip()
 
 

@@ -64,6 +64,7 @@ class Patch:
 
     @classmethod
     def read(cls, path: Path) -> Patch:
+        """The patch of a file."""
         return cls(path.name, path.read_bytes().decode("utf-8", errors="replace"))
 
     @cached_property
@@ -74,6 +75,7 @@ class Patch:
 
     @cached_property
     def subject(self) -> str:
+        """Subject line, unfolded; empty where there is none."""
         lines = self._parts[0]
         for i, line in enumerate(lines):
             if line.startswith("Subject: "):
@@ -87,6 +89,7 @@ class Patch:
 
     @property
     def stem(self) -> str:
+        """File name without `.patch`."""
         return self.name.removesuffix(".patch")
 
     @cached_property
@@ -108,15 +111,18 @@ class Patch:
 
     @cached_property
     def trailers(self) -> dict[str, str]:
+        """Trailers by name; of one that repeats, the last."""
         pairs = (line.partition(": ") for line in self.trailer_lines)
         return {key: value for key, mark, value in pairs if mark}
 
     @property
     def diff(self) -> str:
+        """The diffs of all files."""
         return self._parts[2]
 
     @cached_property
     def blobs(self) -> list[Blob]:
+        """Blob ids before and after, for each changed file."""
         found = []
         for block in re.split(r"^diff --git ", self.diff, flags=re.M)[1:]:
             index = re.search(r"^index ([0-9a-f]{40})\.\.([0-9a-f]{40})", block, re.M)
@@ -129,10 +135,12 @@ class Patch:
 
     @property
     def paths(self) -> list[str]:
+        """Changed files."""
         return [blob.path for blob in self.blobs]
 
     @cached_property
     def changed_lines(self) -> int:
+        """Lines added and removed."""
         return sum(
             line[:1] in "+-" and not line.startswith(("+++ ", "--- "))
             for line in self.diff.splitlines()

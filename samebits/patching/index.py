@@ -55,6 +55,7 @@ def current(workspace: Workspace) -> bool:
 
 
 def write(workspace: Workspace) -> None:
+    """Write the index into `patches/README.md`, if there is such a file."""
     path = workspace.patches / "README.md"
     if path.is_file() and not current(workspace):
         temporary = path.with_suffix(".md.new")

@@ -90,6 +90,7 @@ def load(workspace: Workspace) -> dict[str, Pin]:
 
 
 def get(workspace: Workspace, name: str) -> Pin:
+    """The pin of an upstream; Refused SB0102 for an unknown name."""
     pins = load(workspace)
     if name not in pins:
         raise Refused(

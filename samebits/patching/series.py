@@ -40,15 +40,18 @@ class Series:
 
     @property
     def folder(self) -> Path:
+        """Folder of the patch files."""
         return self.workspace.patches / self.upstream
 
     @cached_property
     def order(self) -> list[str]:
+        """Names of all patches, in the order in which they apply."""
         path = self.folder / "order"
         return read_list(path) if path.is_file() else []
 
     @cached_property
     def models(self) -> list[str]:
+        """Models that have a series, sorted."""
         folder = self.folder / "series"
         if not folder.is_dir():
             return []
@@ -66,6 +69,7 @@ class Series:
         return read_list(self.folder / "series" / model)
 
     def patch(self, name: str) -> Patch:
+        """A patch by file name."""
         return self.files[name]
 
     @cached_property

@@ -48,6 +48,7 @@ def unpack(sdist: Path, folder: Path) -> None:
 
 
 def snapshot_message(pin: Pin) -> str:
+    """Commit message of the unmodified upstream."""
     return (
         f"{pin.distribution} {pin.version}, unmodified\n\n"
         f"Sdist: {pin.sdist}\nSha256: {pin.sha256}\n"
@@ -163,10 +164,12 @@ def apply_patch(folder: Path, upstream: str, patch: Patch) -> None:
 
 
 def head_tree(folder: Path, commit: str = "HEAD") -> str:
+    """Tree id of a commit."""
     return git.text(folder, "rev-parse", f"{commit}^{{tree}}")
 
 
 def root_commit(folder: Path) -> str:
+    """The first commit of a tree: the unmodified upstream."""
     return git.text(folder, "rev-list", "--max-parents=0", "HEAD").splitlines()[-1]
 
 
@@ -270,6 +273,7 @@ def series_digest(patches: list[Patch]) -> str:
 
 
 def tree_folder(workspace: Workspace, upstream: str, tree: str) -> Path:
+    """Where the tree with this id is built."""
     return workspace.build / upstream / tree
 
 
@@ -393,6 +397,7 @@ def python_paths(model: str, workspace: Workspace | None = None) -> list[Path]:
 
 
 def edit_folder(workspace: Workspace, upstream: str) -> Path:
+    """Where a tree to edit is built."""
     return workspace.build / "edit" / upstream
 
 

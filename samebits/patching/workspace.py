@@ -37,10 +37,12 @@ class Workspace:
 
     @property
     def patches(self) -> Path:
+        """Folder of pins and series."""
         return self.root / "patches"
 
     @property
     def build(self) -> Path:
+        """Folder of everything that can be made again."""
         return self.root / "build"
 
     def show(self, path: Path) -> str:

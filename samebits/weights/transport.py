@@ -52,6 +52,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         size = torch.empty((), dtype=_DTYPES[self.dtype]).element_size()
         for length in self.shape:
             size *= length
@@ -68,6 +69,7 @@ class Manifest:
     entries: tuple[Entry, ...]
 
     def to_json(self) -> str:
+        """JSON text that `from_json` reads."""
         return json.dumps(asdict(self))
 
     @staticmethod

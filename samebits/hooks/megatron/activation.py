@@ -15,4 +15,5 @@ class SiluMul(torch.nn.Module):
         super().__init__()
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [..., 2 F] bf16 -> [..., F] bf16, by `samebits.ops.silu_mul`."""
         return silu_mul.silu_mul(gate_up)

@@ -26,4 +26,5 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden_size] bf16 -> same shape, by `samebits.ops.rms_norm`."""
         return rms_norm.rms_norm(x, self.weight, self.eps)

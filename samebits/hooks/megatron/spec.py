@@ -33,27 +33,34 @@ class SamebitsSpecProvider(BackendSpecProvider):
     """Megatron's provider protocol, answered with the shared operators."""
 
     def column_parallel_linear(self) -> type:
+        """Linear layer whose output rows are split over ranks."""
         return ColumnParallel
 
     def row_parallel_linear(self) -> type:
+        """Linear layer whose inputs are split over ranks."""
         return RowParallel
 
     def fuse_layernorm_and_linear(self) -> bool:
+        """False: a norm is a layer of its own."""
         return False
 
     def column_parallel_layer_norm_linear(self) -> None:
-        return None
+        """None: there is no fused layer."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False):
+        """RMSNorm for every place, of queries and keys too."""
         return RMSNorm
 
     def self_attention(self) -> type:
+        """Megatron's own module: it only connects the parts."""
         return SelfAttention
 
     def core_attention(self) -> type:
+        """Attention between the linear layers."""
         return CoreAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool):
+        """Refused SB0605: experts have no operator here."""
         raise Refused(
             "SB0605",
             seen="a mixture-of-experts layer",
@@ -62,6 +69,7 @@ class SamebitsSpecProvider(BackendSpecProvider):
         )
 
     def activation_func(self) -> type:
+        """The MLP's activation, gate and up in one tensor."""
         return SiluMul
 
 

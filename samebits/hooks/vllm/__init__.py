@@ -1,0 +1,1 @@
+"""Platform, worker, scheduler, layers and loader that vLLM runs with."""

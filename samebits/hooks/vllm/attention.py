@@ -33,6 +33,8 @@ class Metadata:
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
+    """Makes `Metadata` of a step from vLLM's common metadata."""
+
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -42,6 +44,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Metadata:
+        """`Metadata` that shares vLLM's tensors; nothing is copied or computed."""
         return Metadata(
             common_attn_metadata.num_actual_tokens,
             common_attn_metadata.query_start_loc,
@@ -119,6 +122,7 @@ class PagedImpl(_Impl):
     """`samebits.ops.attention`: fixed partitions of absolute positions, whatever the step holds."""
 
     def attend(self, query, keys, values, metadata: Metadata) -> torch.Tensor:
+        """query [T, Hq, D], pages [blocks, block_size, Hkv, D] bf16 -> [T, Hq, D] bf16."""
         from samebits.ops import attention
 
         return attention.paged(
@@ -136,6 +140,7 @@ class SdpaImpl(_Impl):
     """torch's scaled_dot_product_attention per request over its gathered pages."""
 
     def attend(self, query, keys, values, metadata: Metadata) -> torch.Tensor:
+        """As `PagedImpl.attend`, in the order of reduction that torch chooses."""
         out = torch.empty_like(query)
         starts = metadata.query_start_loc.tolist()
         block_size = keys.shape[1]
@@ -190,12 +195,18 @@ class _Backend(AttentionBackend):
 
 
 class PagedBackend(_Backend):
+    """Backend of `PagedImpl`, used when aligned."""
+
     @staticmethod
     def get_impl_cls() -> type[PagedImpl]:
+        """The class that vLLM instantiates for each layer."""
         return PagedImpl
 
 
 class SdpaBackend(_Backend):
+    """Backend of `SdpaImpl`, used by the stock control."""
+
     @staticmethod
     def get_impl_cls() -> type[SdpaImpl]:
+        """The class that vLLM instantiates for each layer."""
         return SdpaImpl

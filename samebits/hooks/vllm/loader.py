@@ -21,10 +21,12 @@ class Loader(BaseModelLoader):
         """Nothing is downloaded: the model is a local folder."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Fill `model` from its folder's source; Refused SB0508 where a parameter stays empty."""
         from samebits.weights import sources
 
         weights.load(model, sources.open_model(Path(model_config.model)))
 
 
 def register() -> None:
+    """Tell vLLM of the load format; once per process."""
     register_model_loader(LOAD_FORMAT)(Loader)

@@ -25,6 +25,7 @@ class AlignedRMSNorm(RMSNorm):
             )
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        """Normed x, and with a residual also the sum of both, [..., H] bf16."""
         if residual is None:
             return rms_norm.rms_norm(x, self.weight.data, self.variance_epsilon)
         residual = x + residual
@@ -35,6 +36,7 @@ class AlignedSiluAndMul(SiluAndMul):
     """gate_up [T, 2F] bf16 -> [T, F] bf16."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, 2F] bf16, gate first -> [T, F] bf16."""
         return silu_mul.silu_mul(x)
 
 
@@ -58,6 +60,8 @@ class AlignedRotaryEmbedding(RotaryEmbedding):
         )
 
     def forward(self, positions, query, key=None):
+        """positions [T] int64; query and key turned out of place, None where there is no key."""
+
         def turn(x: torch.Tensor) -> torch.Tensor:
             heads = x.reshape(x.shape[0], -1, self.head_size)
             return rotary.apply(heads, positions, self.table).view(x.shape)

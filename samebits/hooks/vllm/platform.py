@@ -25,6 +25,7 @@ class CpuPlatform(VllmCpuPlatform):
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None) -> str:
+        """Path of the backend class: paged when aligned, else the stock one."""
         from samebits import runtime
 
         name = "PagedBackend" if runtime.aligned() else "SdpaBackend"
@@ -32,6 +33,7 @@ class CpuPlatform(VllmCpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """vLLM's own changes, then worker and scheduler of this package, then `config.check`."""
         method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         super().check_and_update_config(vllm_config)
         if method:  # vLLM overwrites it; a forked process need not import everything again
@@ -50,4 +52,5 @@ class CpuPlatform(VllmCpuPlatform):
 
     @classmethod
     def validate_request(cls, processed_inputs, params) -> None:
+        """Refuse a request outside the proved semantics, see `requests.check`."""
         requests.check(params)

@@ -41,6 +41,7 @@ class ModelRunner(CPUModelRunner):
         self._scheduled: dict[str, int] = {}
 
     def execute_model(self, scheduler_output, *args, **kwargs):
+        """Note how many tokens each request gets in this step, then run it."""
         self._scheduled = scheduler_output.num_scheduled_tokens
         return super().execute_model(scheduler_output, *args, **kwargs)
 

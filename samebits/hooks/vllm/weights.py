@@ -35,6 +35,7 @@ class Shard:
     data: torch.Tensor
 
     def checksum(self) -> int:
+        """`tensor_checksum` of this shard; those of all shards add up to that of the tensor."""
         return tensor_checksum(self.data, shape=self.shape, index=self.index)
 
 

@@ -69,6 +69,7 @@ class Extension:
 
     @_reply
     def samebits_contract_digest(self) -> str:
+        """Digest of the contract of this process; empty in a stock control without one."""
         return _contract_digest()
 
     @_reply
@@ -104,6 +105,7 @@ class CpuWorker(Extension, CPUWorker):
 
     @wire.reporting()
     def init_device(self) -> None:
+        """vLLM's own start, then our model runner, hazard counters and the contract's probes."""
         from samebits.hooks.vllm.hazards import Hazards
         from samebits.hooks.vllm.runner import ModelRunner
 
@@ -114,6 +116,7 @@ class CpuWorker(Extension, CPUWorker):
 
     @wire.reporting()
     def load_model(self, **kwargs) -> None:
+        """vLLM's own; a refusal reaches the driver as one."""
         super().load_model(**kwargs)
 
     def determine_available_memory(self) -> int:
@@ -122,11 +125,13 @@ class CpuWorker(Extension, CPUWorker):
 
     @wire.reporting()
     def execute_model(self, scheduler_output):
+        """Count the hazards of the step, then run it; a refusal reaches the driver as one."""
         self.hazards.observe(scheduler_output)
         return super().execute_model(scheduler_output)
 
     @wire.reporting()
     def sample_tokens(self, grammar_output):
+        """vLLM's own; a refusal reaches the driver as one."""
         return super().sample_tokens(grammar_output)
 
 

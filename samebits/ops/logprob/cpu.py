@@ -89,6 +89,7 @@ def fold_kernel(parts, out, start, stop):
 
 @kernel
 def log_probs_kernel(logits, roots, vocab, out, start, stop):
+    """Rows start to stop: out[i, j] = (logits[i, j] - m) - log32(s); -inf from `vocab` on."""
     for i in range(start, stop):
         m, log_s = roots[i, 0], log32(roots[i, 1])
         x, y = logits[i], out[i]
@@ -100,12 +101,14 @@ def log_probs_kernel(logits, roots, vocab, out, start, stop):
 
 @kernel
 def finish_kernel(x, roots, out):
+    """out[i] = (x[i] - m) - log32(s), with (m, s) = roots[i]."""
     for i in range(x.size):
         out[i] = (x[i] - roots[i, 0]) - log32(roots[i, 1])
 
 
 @kernel
 def choose_kernel(logits, targets, first, width, out):
+    """out[i] = the logit of targets[i]; +0 where it is not among `width` columns from `first`."""
     for i in range(targets.size):
         at = targets[i] - first
         out[i] = logits[i, at] if 0 <= at < width else _ZERO
@@ -113,6 +116,7 @@ def choose_kernel(logits, targets, first, width, out):
 
 @kernel
 def first_bad_kernel(roots):
+    """First row whose (m, s) is no distribution, else -1."""
     for i in range(roots.shape[0]):
         m, s = roots[i, 0], roots[i, 1]
         if not (s > _ZERO and _LOW < m < -_LOW):
@@ -122,6 +126,7 @@ def first_bad_kernel(roots):
 
 @kernel
 def selected_bwd_kernel(logits, roots, targets, grad, first, width, out, start, stop):
+    """Rows start to stop: out = g * (onehot - exp32(x - m) * (1 / s)); +0 from `width` on."""
     for i in range(start, stop):
         m, inverse, g = roots[i, 0], _ONE / roots[i, 1], grad[i]
         x, d = logits[i], out[i]
@@ -136,6 +141,7 @@ def selected_bwd_kernel(logits, roots, targets, grad, first, width, out, start, 
 
 @kernel
 def digest_kernel(logits, first, width, out, start, stop):
+    """Rows start to stop: out[i] = (low, high) of `bits.mixsum`, column 0 at index `first`."""
     for i in range(start, stop):
         low, high = np.uint64(0), np.uint64(0)
         for j in range(width):

@@ -22,6 +22,7 @@ def leaf(x: torch.Tensor) -> Root:
 
 
 def merge(left: Root, right: Root) -> Root:
+    """(m, s) of neighbouring parts, each fp32 [M], lower index left; two empty ones stay so."""
     (m1, s1), (m2, s2) = left, right
     m = torch.maximum(m1, m2)
     empty = m == -torch.inf

@@ -16,6 +16,7 @@ _GRAIN = 16384  # elements per task: below this a thread costs more than it save
 
 @kernel
 def rms_norm_fwd_kernel(x, weight, eps, y, inverse, start, stop):
+    """Rows start to stop: y, and inverse = 1 / sqrt(mean + eps); sums in lanes, as `dot_tile`."""
     n = x.shape[1]
     steps = -(-n // LANES)
     w = np.empty(n, np.float32)

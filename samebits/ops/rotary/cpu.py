@@ -29,6 +29,7 @@ def make_table(max_position: int, rotary_dim: int, base: float) -> torch.Tensor:
 
 @kernel
 def rotary_fwd_kernel(x, positions, table, inverse, y, start, stop):
+    """Rows start to stop: halves turned by table[positions[i]], or back; the rest copied."""
     heads, width, half = x.shape[1], x.shape[2], table.shape[1] // 2
     for i in range(start, stop):
         cos, sin = table[positions[i], :half], table[positions[i], half:]

@@ -14,6 +14,7 @@ _GRAIN = 16384  # elements per task: below this a thread costs more than it save
 
 @kernel
 def silu_mul_fwd_kernel(gate_up, y, start, stop):
+    """Rows start to stop: y = gate * sigmoid(gate) * up in fp32, rounded once."""
     width = y.shape[1]
     e = np.empty(width, np.float32)  # exponentials in a loop of their own vectorise better
     for i in range(start, stop):
@@ -27,6 +28,7 @@ def silu_mul_fwd_kernel(gate_up, y, start, stop):
 
 @kernel
 def silu_mul_bwd_kernel(gate_up, grad, dgate_up, start, stop):
+    """Rows start to stop: gradient of both halves in fp32, each rounded once."""
     width = grad.shape[1]
     for i in range(start, stop):
         gate, up, dy = gate_up[i, :width], gate_up[i, width:], grad[i]
