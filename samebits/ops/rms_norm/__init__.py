@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from samebits.bits import mixsum
@@ -12,12 +14,15 @@ from samebits.ops.scalar import LANES
 
 __all__ = ["rms_norm"]
 
+_REGION = {False: "norm.rms", True: "norm.rms_zero_centred"}  # by `zero_centred`
+
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, r = cpu.forward(x, weight, eps)
+    def forward(ctx, x, weight, eps, zero_centred):
+        y, r = cpu.forward(x, weight, eps, zero_centred)
         ctx.save_for_backward(x, weight, r)
+        ctx.zero_centred = zero_centred
         return y
 
     @staticmethod
@@ -28,20 +33,23 @@ class _RmsNorm(torch.autograd.Function):
         grad = grad.reshape(-1, n).float()
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dhat = grad * weight.float()
+            dhat = grad * (1 + weight.float() if ctx.zero_centred else weight.float())
             dx = (dhat - hat * (dhat * hat).mean(-1, keepdim=True)) * r[:, None]
             dx = dx.to(x.dtype).reshape(x.shape)
         if ctx.needs_input_grad[1]:
             dw = (grad * hat).sum(0).to(weight.dtype)
-        return dx, dw, None
+        return dx, dw, None, None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+) -> torch.Tensor:
     """x [..., n] bf16 (any strides), weight [n] bf16 -> [..., n] bf16, contiguous.
 
     Order: squares go to 16 lanes (element i to lane i % 16, ascending) by fp32 fma from +0; lanes
     are folded ((0+1)+(2+3))+...; mean = sum / n; r = 1 / sqrt(mean + eps), each one IEEE rounding;
     y = bf16((x * r) * weight), one rounding each in fp32, one to bf16. A row sees only itself.
+    `zero_centred`: the last factor is fp32 1 + weight, rounded once, instead of weight.
 
     Differentiable in x and weight (backward in fp32). Refuses other dtypes (SB0420) and
     shapes (SB0421).
@@ -51,32 +59,33 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     n = weight.numel()
     require_shape("x", x, weight.dim() == 1 and n > 0 and x.shape[-1:] == (n,), f"[..., {n}]")
     x, weight = x.contiguous(), weight.contiguous()
-    registry.count_served("norm.rms", x.numel() // n)
+    registry.count_served(_REGION[zero_centred], x.numel() // n)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RmsNorm.apply(x, weight, eps)
-    return cpu.forward(x, weight, eps)[0]
+        return _RmsNorm.apply(x, weight, eps, zero_centred)
+    return cpu.forward(x, weight, eps, zero_centred)[0]
 
 
-def _probe() -> int:
+def _probe(zero_centred: bool) -> int:
     x = samples.bf16((5, 83), 1)
     x[0] = torch.arange(83, dtype=torch.int16).view(torch.bfloat16)  # subnormals, not to be flushed
-    y, _ = cpu.forward(x, samples.bf16((83,), 2, -2, 2), 1e-6)
+    y, _ = cpu.forward(x, samples.bf16((83,), 2, -2, 2), 1e-6, zero_centred)
     return mixsum(y)
 
 
-registry.register(
-    registry.Implementation(
-        region="norm.rms",
-        id="norm.rms.cpu.1",
-        platform="cpu",
-        constants={"lanes": LANES},
-        modules=(
-            "samebits.ops.jit",
-            "samebits.ops.scalar",
-            "samebits.ops.vector",
-            "samebits.ops.rms_norm",
-            "samebits.ops.rms_norm.cpu",
-        ),
-        probe=_probe,
+for _zero_centred, _region in _REGION.items():
+    registry.register(
+        registry.Implementation(
+            region=_region,
+            id=f"{_region}.cpu.1",
+            platform="cpu",
+            constants={"lanes": LANES},
+            modules=(
+                "samebits.ops.jit",
+                "samebits.ops.scalar",
+                "samebits.ops.vector",
+                "samebits.ops.rms_norm",
+                "samebits.ops.rms_norm.cpu",
+            ),
+            probe=functools.partial(_probe, _zero_centred),
+        )
     )
-)

@@ -15,13 +15,13 @@ _GRAIN = 16384  # elements per task: below this a thread costs more than it save
 
 
 @kernel
-def rms_norm_fwd_kernel(x, weight, eps, y, inverse, start, stop):
+def rms_norm_fwd_kernel(x, weight, zero_centred, eps, y, inverse, start, stop):
     """Rows start to stop: y, and inverse = 1 / sqrt(mean + eps); sums in lanes, as `dot_tile`."""
     n = x.shape[1]
     steps = -(-n // LANES)
     w = np.empty(n, np.float32)
     for j in range(n):
-        w[j] = widen(weight[j])
+        w[j] = _ONE + widen(weight[j]) if zero_centred else widen(weight[j])
     row = np.zeros(steps * LANES, np.float32)  # the padding's zeros leave a lane as it is
     total = np.empty(1, np.float32)
     for i in range(start, stop):
@@ -35,13 +35,15 @@ def rms_norm_fwd_kernel(x, weight, eps, y, inverse, start, stop):
             y[i, j] = narrow((row[j] * r) * w[j])
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Contiguous x [..., n] bf16, weight [n] bf16 -> y as x, and r [rows] fp32."""
     n = weight.numel()
     rows = x.numel() // n
     y = torch.empty_like(x)
     r = torch.empty(rows, dtype=torch.float32)
-    args = (as_numpy(x).reshape(rows, n), as_numpy(weight), np.float32(eps))
+    args = (as_numpy(x).reshape(rows, n), as_numpy(weight), zero_centred, np.float32(eps))
     out = (as_numpy(y).reshape(rows, n), r.numpy())
     parallel_for(
         lambda start, stop: rms_norm_fwd_kernel(*args, *out, start, stop),

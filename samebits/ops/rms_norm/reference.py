@@ -9,7 +9,9 @@ from samebits.ops.scalar import LANES, reference_narrow
 from samebits.plan import ReductionPlan
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+) -> torch.Tensor:
     """x [..., n] bf16, weight [n] bf16 -> [..., n] bf16; see the package for the order."""
     wide = x.float()
     n = wide.shape[-1]
@@ -19,4 +21,5 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     mean = ReductionPlan.fold(lanes) / torch.tensor(float(n))
     shifted = mean + torch.tensor(eps, dtype=torch.float32)
     r = torch.tensor(1.0) / shifted.double().sqrt().float()  # 53 bits suffice for fp32's sqrt
-    return reference_narrow((wide * r[..., None]) * weight.float())
+    factor = 1 + weight.float() if zero_centred else weight.float()
+    return reference_narrow((wide * r[..., None]) * factor)
