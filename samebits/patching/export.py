@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from samebits import files
 from samebits.errors import Different, Refused
 from samebits.patching import git, index, pins, trees
 from samebits.patching.header import Patch, lint, slug
@@ -170,9 +171,7 @@ def _write(series: Series, patches: list[Patch], result: Export, models: list[st
     series.folder.mkdir(parents=True, exist_ok=True)
     for patch in patches:
         if patch.name not in result.same:
-            temporary = series.folder / f"{patch.name}.new"
-            temporary.write_bytes(patch.content.encode())
-            temporary.replace(series.folder / patch.name)
+            files.write_atomic(series.folder / patch.name, patch.content.encode())
     for model in sorted({*series.models, *models}):
         old = series.of(model) if model in series.models else []
         wanted = {*old, *(result.added if model in models else [])}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from samebits import files
 from samebits.patching import pins
 from samebits.patching.series import Series
 from samebits.patching.workspace import Workspace
@@ -58,6 +59,4 @@ def write(workspace: Workspace) -> None:
     """Write the index into `patches/README.md`, if there is such a file."""
     path = workspace.patches / "README.md"
     if path.is_file() and not current(workspace):
-        temporary = path.with_suffix(".md.new")
-        temporary.write_text(updated(workspace))
-        temporary.replace(path)
+        files.write_atomic(path, updated(workspace).encode())

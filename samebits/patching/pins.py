@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from samebits import files
 from samebits.errors import Refused
 from samebits.patching.workspace import Workspace
 
@@ -130,7 +131,5 @@ def record_tree(workspace: Workspace, name: str, model: str, tree: str) -> bool:
     else:
         lines[head] = re.sub(r"trees:\s*\{\}", "trees:", lines[head])
         lines.insert(entries, f"    {model}: {tree}\n")
-    temporary = path.with_suffix(".yaml.new")
-    temporary.write_text("".join(lines))
-    temporary.replace(path)
+    files.write_atomic(path, "".join(lines).encode())
     return True

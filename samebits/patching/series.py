@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from samebits.errors import Refused
+from samebits.files import write_atomic
 from samebits.patching.header import Patch
 from samebits.patching.workspace import Workspace
 
@@ -26,9 +27,7 @@ def write_list(path: Path, names: list[str]) -> None:
                 break
             head.append(line)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text("".join(f"{line}\n" for line in [*head, *names]))
-    temporary.replace(path)
+    write_atomic(path, "".join(f"{line}\n" for line in [*head, *names]).encode())
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from samebits import files
 from samebits.errors import Different, Refused
 from samebits.patching import fetch, git, pins
 from samebits.patching.header import Patch
@@ -292,9 +293,8 @@ def _write_record(workspace: Workspace, upstream: str, tree: str, record: dict, 
     old = read_record(workspace, upstream, tree) or {}
     models = {**old.get("models", {}), model: series_digest(series.patches(model))}
     path = _record_path(workspace, upstream, tree)
-    temporary = path.with_suffix(".json.new")
-    temporary.write_text(json.dumps({**record, "models": models}, indent=2, sort_keys=True) + "\n")
-    temporary.replace(path)
+    text = json.dumps({**record, "models": models}, indent=2, sort_keys=True) + "\n"
+    files.write_atomic(path, text.encode())
 
 
 def verify(workspace: Workspace, upstream: str, model: str, folder: Path) -> None:
