@@ -8,8 +8,10 @@ duplicate key, a float or NaN literal, or bytes that are not the canonical ones 
 from __future__ import annotations
 
 import hashlib
+import importlib.resources
 import json
 import struct
+from pathlib import Path
 from typing import Any
 
 from samebits.errors import Refused
@@ -63,6 +65,19 @@ def digest(value: Any) -> str:
     return sha256(encode(value))
 
 
+def read(path: Path, kind: str, hint: str) -> bytes:
+    """Bytes of a file of this `kind` ("contract"); SB0303 with `hint` where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Refused(
+            "SB0303",
+            seen=f"{path}: {error.strerror}",
+            required=f"a readable {kind} file",
+            hint=hint,
+        ) from None
+
+
 def decode(data: bytes, what: str, *, canonical: bool = True) -> Any:
     """Parse JSON strictly; `canonical` also demands the exact canonical bytes."""
 
@@ -109,6 +124,11 @@ def decode(data: bytes, what: str, *, canonical: bool = True) -> Any:
             hint="samebits explain SB0321",
         )
     return value
+
+
+def load_schema(package: str, name: str = "schema.json") -> dict[str, Any]:
+    """A JSON schema that lies in `package`."""
+    return json.loads(importlib.resources.files(package).joinpath(name).read_text())
 
 
 def check_schema(value: Any, schema: dict[str, Any], error_id: str, what: str) -> None:

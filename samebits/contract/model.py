@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +25,7 @@ ROLES = {"rollout": ENGINE_CASES, "trainer": TRAINER_CASES}
 
 def schema() -> dict[str, Any]:
     """The JSON schema of a contract."""
-    text = importlib.resources.files(__package__).joinpath("schema.json").read_text()
-    return json.loads(text)
+    return canonical.load_schema("samebits.contract")
 
 
 def compute_digests(data: Mapping[str, Any]) -> dict[str, str]:
@@ -76,16 +73,8 @@ class Contract:
         path = Path(path)
         if path.is_dir():
             path = path / "contract.json"
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise Refused(
-                "SB0303",
-                seen=f"{path}: {error.strerror}",
-                required="a readable contract file",
-                hint=f"samebits contract build {path.parent}",
-            ) from None
-        return cls.parse(raw, path)
+        hint = f"samebits contract build {path.parent}"
+        return cls.parse(canonical.read(path, "contract", hint), path)
 
     @classmethod
     def parse(cls, raw: bytes, path: Path | None = None) -> Contract:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +29,7 @@ VERIFIER = {"id": "samebits.evidence", "version": "1"}
 
 def schema() -> dict[str, Any]:
     """The JSON schema of a statement."""
-    text = importlib.resources.files(__package__).joinpath("schema.json").read_text()
-    return json.loads(text)
+    return canonical.load_schema("samebits.evidence")
 
 
 def number(value: float) -> dict[str, str]:
@@ -182,16 +179,7 @@ class Statement:
     @classmethod
     def load(cls, path: Path) -> Statement:
         """Read and `parse` an evidence file; SB0303 where it cannot be read."""
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise Refused(
-                "SB0303",
-                seen=f"{path}: {error.strerror}",
-                required="a readable evidence file",
-                hint="samebits case list",
-            ) from None
-        return cls.parse(raw, str(path))
+        return cls.parse(canonical.read(path, "evidence", "samebits case list"), str(path))
 
     @classmethod
     def parse(cls, raw: bytes, what: str) -> Statement:
