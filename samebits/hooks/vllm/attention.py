@@ -1,6 +1,7 @@
 """Attention backends over vLLM's paged KV cache: the aligned one, and torch's for the control.
 
-Cache of one layer: [2, blocks, block_size, kv_heads, head_size], keys first.
+Cache of one layer: [2, blocks, block_size, kv_heads, head_size], keys first. In a hybrid model vLLM
+interleaves keys and values in memory: the strides differ, the shape does not.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ class _Impl(AttentionImpl):
         tokens = attn_metadata.num_actual_tokens
         keys, values = kv_cache.unbind(0)
         slots = attn_metadata.slot_mapping[:tokens]
-        keys.view(-1, self.num_kv_heads, self.head_size)[slots] = key[:tokens]
-        values.view(-1, self.num_kv_heads, self.head_size)[slots] = value[:tokens]
+        place = slots // keys.shape[1], slots % keys.shape[1]
+        keys[place] = key[:tokens]
+        values[place] = value[:tokens]
         rows = query[:tokens].view(tokens, self.num_heads, self.head_size)
         result = self.attend(rows, keys, values, attn_metadata)
         output[:tokens] = result.view(output[:tokens].shape)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HOOK = "samebits"  # the name under which a patched module imports its hooks
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+DENSE = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+HYBRID = ("Qwen3_5ForCausalLM",)  # with recurrent layers: `gdn.config` knows what they need
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -23,7 +24,7 @@ def check(vllm_config: VllmConfig) -> None:
     if model is None or not runtime.aligned():  # vLLM also builds configs without a model
         return
     _check_tree()
-    _check_architecture(model)
+    _check_architecture(vllm_config, model)
     _check_engine(vllm_config, model)
     _check_parallel(vllm_config, model)
     _check_contract(model)
@@ -48,25 +49,34 @@ def _check_tree() -> None:
         )
 
 
-def _check_architecture(model) -> None:
+def _check_architecture(vllm_config: VllmConfig, model) -> None:
     found = list(model.architectures or [])
-    if len(found) != 1 or found[0] not in ARCHITECTURES:
-        _refuse("SB0501", f"architectures {found}", " or ".join(ARCHITECTURES))
+    if len(found) != 1 or found[0] not in (*DENSE, *HYBRID):
+        _refuse("SB0501", f"architectures {found}", " or ".join((*DENSE, *HYBRID)))
     text = model.hf_text_config
-    layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or model.get_sliding_window() is not None:
-        _refuse("SB0501", f"layer types {sorted(layer_types)}", "full attention in every layer")
+    if found[0] in HYBRID:
+        from samebits.hooks.vllm.gdn.config import check as check_hybrid
+
+        check_hybrid(vllm_config)
+    else:
+        _check_dense(model, text)
     for name in ("attention_bias", "mlp_bias", "qkv_bias"):
         if getattr(text, name, False):
             _refuse("SB0501", f"{name}=true", "linear layers without a bias")
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1:
-        _refuse("SB0501", f"rope_parameters {rope}", "the default rotary embedding, all of a head")
     for name, neutral in (("logit_scale", 1.0), ("final_logit_softcapping", None)):
         if getattr(text, name, neutral) not in (neutral, None):
             _refuse(
                 "SB0501", f"{name}={getattr(text, name)}", "logits as the output layer gives them"
             )
+
+
+def _check_dense(model, text) -> None:
+    layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"} or model.get_sliding_window() is not None:
+        _refuse("SB0501", f"layer types {sorted(layer_types)}", "full attention in every layer")
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1:
+        _refuse("SB0501", f"rope_parameters {rope}", "the default rotary embedding, all of a head")
 
 
 def _check_engine(vllm_config: VllmConfig, model) -> None:

@@ -15,6 +15,15 @@ class _Request:
     computed: int = 0
 
 
+def of(vllm_config, runner) -> Hazards:
+    """The counters for the model of `runner`: recurrent layers have hazards of their own."""
+    if vllm_config.model_config.is_hybrid:
+        from samebits.hooks.vllm.gdn.hazards import ChunkHazards
+
+        return ChunkHazards(runner)
+    return Hazards(vllm_config.cache_config.block_size)
+
+
 class Hazards:
     """Feed every `SchedulerOutput` to `observe`; `report` gives plain counters."""
 

@@ -35,7 +35,7 @@ def platform() -> str | None:
 
 
 def register() -> None:
-    """Register the model loader and, when aligned, the out-of-tree layers."""
+    """Register the model loader, hybrid models and, when aligned, the out-of-tree layers."""
     global _registered
     if _registered or not wanted() or _accelerator_present():
         return
@@ -47,9 +47,10 @@ def register() -> None:
     torch._dynamo.config.disable = True
 
     from samebits import faults, runtime
-    from samebits.hooks.vllm import loader
+    from samebits.hooks.vllm import gdn, loader
 
     loader.register()
+    gdn.register()
     if runtime.aligned():
         from samebits.hooks.vllm import modules
 

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from samebits import bits
 from samebits.errors import Refused
-from samebits.weights.checksums import tensor_checksum
+from samebits.weights.checksums import Index, tensor_checksum
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Shard:
 
     name: str
     shape: tuple[int, ...]
-    index: tuple[slice, ...]
+    index: Index
     data: torch.Tensor
 
     def checksum(self) -> int:
@@ -65,13 +65,20 @@ def load(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
 
 
 def shards(model: Any, rank: int) -> Iterator[Shard]:
-    """Every logical tensor's part that this rank owns; replicated ones belong to rank 0."""
+    """Every logical tensor's part that this rank owns; replicated ones belong to rank 0.
+
+    A module with a method `samebits_shards(path, rank)` describes itself and all that is inside.
+    """
     packed = model.packed_modules_mapping
     tied = model.config.tie_word_embeddings
+    described = None
     for path, module in model.named_modules():
-        if tied and path == "lm_head":
+        if (tied and path == "lm_head") or (described and path.startswith(described)):
             continue
-        if isinstance(module, (QKVParallelLinear, MergedColumnParallelLinear)):
+        if hasattr(module, "samebits_shards"):
+            described = f"{path}."
+            yield from module.samebits_shards(path, rank)
+        elif isinstance(module, (QKVParallelLinear, MergedColumnParallelLinear)):
             yield from _fused(path, module, packed, rank)
         elif isinstance(module, RowParallelLinear):
             local = module.weight.shape[1]

@@ -106,12 +106,12 @@ class CpuWorker(Extension, CPUWorker):
     @wire.reporting()
     def init_device(self) -> None:
         """vLLM's own start, then our model runner, hazard counters and the contract's probes."""
-        from samebits.hooks.vllm.hazards import Hazards
+        from samebits.hooks.vllm import hazards
         from samebits.hooks.vllm.runner import ModelRunner
 
         super().init_device()
         self.model_runner = ModelRunner(self.vllm_config, self.device)
-        self.hazards = Hazards(self.cache_config.block_size)
+        self.hazards = hazards.of(self.vllm_config, self.model_runner)
         self.binding = _bind()
 
     @wire.reporting()
