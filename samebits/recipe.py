@@ -18,7 +18,7 @@ import yaml
 from samebits.contract import canonical
 from samebits.errors import Refused
 
-_DECIMAL_FIELDS = ("rms_norm_eps", "rope_theta")
+_DECIMAL_FIELDS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -79,7 +79,7 @@ class Recipe:
 
     @property
     def architecture(self) -> str:
-        """`llama` or `qwen3`."""
+        """`llama`, `qwen3` or `qwen3_5_text`."""
         return self.data["model"]["architecture"]
 
     @property
@@ -111,6 +111,11 @@ class Recipe:
     def vocabulary_leaves(self) -> int:
         """Leaves of the sum over the vocabulary."""
         return self.data["contract"]["vocabulary_leaves"]
+
+    @property
+    def gdn_schedule(self) -> str | None:
+        """`chunk_row` or `cpr`; None for a model without Gated DeltaNet layers."""
+        return self.data["contract"].get("gdn_schedule")
 
     @property
     def trainer_tp(self) -> tuple[int, ...]:
@@ -155,7 +160,8 @@ class Recipe:
         """Arguments of the Hugging Face config class, decimal strings turned into floats."""
         values = dict(self.config)
         for name in _DECIMAL_FIELDS:
-            values[name] = float(values[name])
+            if name in values:
+                values[name] = float(values[name])
         return values
 
 
@@ -206,7 +212,8 @@ def load(case: str | Path) -> Recipe:
     canonical.encode(data, str(path))  # refuses floats before the schema can call them numbers
     canonical.check_schema(data, schema(), "SB0314", str(path))
     for name in _DECIMAL_FIELDS:
-        _decimal(data["model"]["config"][name], f"{path}, model/config/{name}")
+        if name in data["model"]["config"]:
+            _decimal(data["model"]["config"][name], f"{path}, model/config/{name}")
     if "rl" in data:
         _decimal(data["rl"]["learning_rate"], f"{path}, rl/learning_rate")
     return Recipe(path, data)

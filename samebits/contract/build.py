@@ -50,7 +50,12 @@ def _constants(recipe: recipes.Recipe, implementation: Implementation) -> dict[s
         "logprob": {"leaves": recipe.vocabulary_leaves},
         "attention": {"partition": recipe.attention_partition},
         "norm.rms": {"eps": canonical.float_bits(float(recipe.config["rms_norm_eps"]))},
+        "norm.rms_zero_centred": {
+            "eps": canonical.float_bits(float(recipe.config["rms_norm_eps"]))
+        },
+        "norm.gated": {"eps": canonical.float_bits(float(recipe.config["rms_norm_eps"]))},
         "rope": {"theta": canonical.float_bits(float(recipe.config["rope_theta"]))},
+        "gdn.core": {"schedule": recipe.gdn_schedule or ""},
     }
     constants: dict[str, Any] = dict(implementation.constants)
     for name, value in decisions.get(implementation.region, {}).items():
@@ -70,7 +75,8 @@ def _composition(
 ) -> list[dict[str, Any]]:
     from samebits.ops import registry
 
-    missing = [region for region in registry.REGIONS if region not in installed]
+    regions = registry.regions_of(recipe.architecture)
+    missing = [region for region in regions if region not in installed]
     if missing:
         raise Refused(
             "SB0318",
@@ -87,7 +93,7 @@ def _composition(
             "content_hash": installed[region].content_hash(),
             "constants": _constants(recipe, installed[region]),
         }
-        for region in registry.REGIONS
+        for region in regions
     ]
 
 
@@ -126,7 +132,8 @@ def build(
     composition = _composition(recipe, installed)
     description = describe()
     key = canonical.digest(description)
-    answers = run_probes({region: installed[region] for region in registry.REGIONS})
+    regions = registry.regions_of(recipe.architecture)
+    answers = run_probes({region: installed[region] for region in regions})
     platforms = _kept_answers(previous, composition)
     recorded = platforms.get(key, {"known_answers": {}})["known_answers"]
     for region, answer in recorded.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from samebits.contract import canonical
@@ -15,7 +15,18 @@ _SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+}
+_LINEAR_ATTENTION = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
 
 
 def dims_of(config: Any, architecture: str | None = None) -> dict[str, Any]:
@@ -44,4 +55,20 @@ def dims_of(config: Any, architecture: str | None = None) -> dict[str, Any]:
     dims["tie_word_embeddings"] = int(bool(get("tie_word_embeddings", False)))
     dims["attention_bias"] = int(bool(get("attention_bias", False)))
     dims["activation"] = get("hidden_act") or "silu"
+    if dims["architecture"] == "qwen3_5_text":
+        dims |= _hybrid(get, rope)
+    return dims
+
+
+def _hybrid(get: Callable[..., Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the arithmetic of a decoder with Gated DeltaNet layers beyond a dense one."""
+    dims = {name: get(name) for name in _LINEAR_ATTENTION}
+    layers, interval = get("num_hidden_layers"), get("full_attention_interval")
+    types = get("layer_types") or [
+        "linear_attention" if (layer + 1) % interval else "full_attention"
+        for layer in range(layers)
+    ]
+    share = get("partial_rotary_factor") or rope.get("partial_rotary_factor")
+    dims["layer_types"] = " ".join(types)
+    dims["partial_rotary_factor"] = None if share is None else canonical.float_bits(float(share))
     return dims

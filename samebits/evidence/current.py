@@ -28,14 +28,19 @@ def trees(recipe: Recipe) -> dict[str, str | None]:
     return found
 
 
-def hook_modules(engine: str) -> list[str]:
-    """All modules of `samebits.hooks.<engine>`, also those added since the evidence was written."""
+def hook_modules(engine: str, gdn: bool = False) -> list[str]:
+    """All modules of `samebits.hooks.<engine>`, also those added since the evidence was written.
+
+    Its package `gdn` counts only where Gated DeltaNet is bound: no other model can reach it.
+    """
     spec = importlib.util.find_spec("samebits")
     assert spec is not None and spec.origin is not None
     root = Path(spec.origin).parent
     names = []
     for file in (root / "hooks" / engine).rglob("*.py"):
         parts = file.relative_to(root.parent).with_suffix("").parts
+        if "gdn" in parts and not gdn:
+            continue
         names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     return sorted(names)
 
@@ -44,8 +49,9 @@ def _source(name: str, modules: list[str]) -> dict[str, Any]:
     return {"name": name, "modules": modules, "content_hash": source_hash(modules)}
 
 
-def hook_sources() -> list[dict[str, Any]]:
-    return [_source(f"hooks/{engine}", hook_modules(engine)) for engine in HOOKS]
+def hook_sources(gdn: bool = False) -> list[dict[str, Any]]:
+    """Every engine's hooks with their content hash; `gdn` as in `hook_modules`."""
+    return [_source(f"hooks/{engine}", hook_modules(engine, gdn)) for engine in HOOKS]
 
 
 def sources(contract: Contract) -> list[dict[str, Any]]:
@@ -54,14 +60,18 @@ def sources(contract: Contract) -> list[dict[str, Any]]:
         _source(f"implementation/{entry['implementation']}", list(entry["modules"]))
         for entry in contract.data["composition"]
     ]
-    return bound + hook_sources()
+    return bound + hook_sources(_binds_gdn(bound))
+
+
+def _binds_gdn(named: list[dict[str, Any]]) -> bool:
+    return any(source["name"].startswith("implementation/gdn.core.") for source in named)
 
 
 def changed_sources(recorded: list[dict[str, Any]]) -> list[str]:
     """Names of recorded sources whose files, or whose set of files, are no longer the same."""
     from samebits.errors import Refused
 
-    now = {source["name"]: source["content_hash"] for source in hook_sources()}
+    now = {source["name"]: source["content_hash"] for source in hook_sources(_binds_gdn(recorded))}
     changed = []
     for source in recorded:
         try:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from samebits.errors import Refused
 
-# Every region of arithmetic that a contract can bind, in forward order.
-REGIONS = (
+# Regions of arithmetic of a decoder with full attention in every layer, in forward order.
+DENSE = (
     "embedding",
     "norm.rms",
     "gemm.column",
@@ -31,8 +31,45 @@ REGIONS = (
     "logprob",
 )
 
+# Gated DeltaNet layers beside gated full attention; norms over the hidden size are zero-centred.
+HYBRID = (
+    "embedding",
+    "norm.rms_zero_centred",
+    "gemm.column",
+    "gemm.row",
+    "gdn.conv",
+    "gdn.l2_norm",
+    "gdn.gate",
+    "gdn.core",
+    "norm.gated",
+    "rope",
+    "attention",
+    "attention.gate",
+    "act.silu_mul",
+    "gemm.lm_head",
+    "logprob",
+)
+
+_BY_ARCHITECTURE = {"llama": DENSE, "qwen3": DENSE, "qwen3_5_text": HYBRID}
+
+# Every region that a contract can bind.
+REGIONS = tuple(dict.fromkeys(DENSE + HYBRID))
+
 # The operator packages that register implementations when imported.
-OPERATORS = ("embedding", "rms_norm", "gemm", "rotary", "attention", "silu_mul", "logprob")
+OPERATORS = (
+    "embedding",
+    "rms_norm",
+    "gemm",
+    "rotary",
+    "attention",
+    "silu_mul",
+    "logprob",
+)
+
+
+def regions_of(architecture: str) -> tuple[str, ...]:
+    """The regions that a model of this architecture computes with, in forward order."""
+    return _BY_ARCHITECTURE[architecture]
 
 
 @dataclass(frozen=True)

@@ -49,19 +49,44 @@ class Scale:
         exponent = 4 - math.frexp(per_draw)[1] + 1
         return Scale(round(math.ldexp(per_draw, exponent)), exponent)
 
+    def around(self, mean: int) -> Scale:
+        """The same spread around an integer."""
+        return Scale(self.multiplier, self.exponent, mean << self.exponent)
+
 
 _NORM = Scale(1, 17, 1 << 17)  # 1 with standard deviation 0.29, always positive
 _BIAS = Scale.deviation(0.125)
+_ZERO_CENTRED = Scale(1, 17)  # what is added to 1, with standard deviation 0.29
+_A_LOG = Scale.deviation(0.5)
+# softplus(-3 + N(0, 1)) is near 0.05: a state that remembers some 20 tokens, from 3 to 200.
+_DT_BIAS = Scale.deviation(0.5).around(-3)
 
 
-def scale_of(name: str, shape: Sequence[int], *, tied: bool, entropy_nats: float) -> Scale:
+def scale_of(
+    name: str,
+    shape: Sequence[int],
+    *,
+    tied: bool,
+    entropy_nats: float,
+    zero_centred: bool = False,
+) -> Scale:
     """The scale of a tensor by the role that its Hugging Face checkpoint name gives it.
 
     `tied` says that the embedding also serves as output head; `entropy_nats` is the aimed entropy
-    of the next-token distribution. Raises Refused SB0703 for a name that fits no role.
+    of the next-token distribution; `zero_centred` that norms add 1 to their weight, all but the
+    gated norm of linear attention. Raises Refused SB0703 for a name that fits no role.
     """
     if name.endswith("norm.weight") and len(shape) == 1:
-        return _NORM
+        plain = not zero_centred or name.endswith("linear_attn.norm.weight")
+        return _NORM if plain else _ZERO_CENTRED
+    if name.endswith("linear_attn.A_log"):
+        return _A_LOG
+    if name.endswith("linear_attn.dt_bias"):
+        return _DT_BIAS
+    if name.endswith("linear_attn.conv1d.weight") and len(shape) == 3:
+        return Scale.deviation(1 / math.sqrt(shape[2]))
+    if re.search(r"\.linear_attn\.(in_proj_(qkv|z|b|a)|out_proj)\.weight$", name):
+        return Scale.deviation(1 / math.sqrt(shape[1]))
     if re.search(r"_proj\.bias$", name) and len(shape) == 1:
         return _BIAS
     if name == "lm_head.weight" or (name == "model.embed_tokens.weight" and tied):
@@ -73,7 +98,7 @@ def scale_of(name: str, shape: Sequence[int], *, tied: bool, entropy_nats: float
     raise Refused(
         "SB0703",
         seen=f"`{name}` of shape {tuple(shape)}",
-        required="a norm, projection, embedding or output head of a dense decoder",
+        required="a norm, projection, embedding, output head or part of linear attention",
         hint="samebits explain SB0703",
     )
 

@@ -30,6 +30,7 @@ from samebits.weights.checksums import Index
 MARKER = "samebits.json"
 _FORMAT = 1  # goes up when `prepare` writes other bytes for the same recipe
 _WEIGHTS = "model.safetensors"
+ZERO_CENTRED = ("qwen3_5_text",)  # architectures whose norms add 1 to their weight
 
 
 def prepare(recipe: Recipe, workspace: Workspace | None = None, wheel: Path | None = None) -> Path:
@@ -99,6 +100,7 @@ def shard(folder: Path, name: str, index: Index | None = None) -> torch.Tensor:
             shape,
             tied=marker["model"]["config"]["tie_word_embeddings"],
             entropy_nats=float(source["entropy_nats"]),
+            zero_centred=marker["model"]["architecture"] in ZERO_CENTRED,
         )
         return counter.draw(source["seed"], name, shape, scale, index)
     from safetensors import safe_open

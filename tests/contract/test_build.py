@@ -8,6 +8,7 @@ from samebits.contract.build import admit, build, differences, seal, write
 from samebits.contract.platform import Binding
 from samebits.contract.sources import source_hash
 from samebits.errors import Refused
+from samebits.ops import registry
 
 
 def edited_recipe(name, **changes):
@@ -109,12 +110,20 @@ def test_changed_source_drops_the_other_platforms_answer(recipe, operators, fake
     other = {"kind": "cpu", "machine": "elsewhere"}
     key = canonical.digest(other)
     data = dict(build(recipe, operators).data)
-    answers = {region: "0" * 32 for region in operators}
+    answers = {region: "0" * 32 for region in registry.regions_of(recipe.architecture)}
     data["platforms"] = data["platforms"] | {key: {"description": other, "known_answers": answers}}
     first = seal(data)
     operators["rope"] = fake_operator("rope", modules=("samebits.plan", "samebits.bits"))
     kept = build(recipe, operators, first).data["platforms"][key]["known_answers"]
-    assert set(kept) == set(operators) - {"rope"}
+    assert set(kept) == set(answers) - {"rope"}
+
+
+def test_a_hybrid_contract_binds_its_own_regions_and_the_schedule(operators):
+    recipe = recipes.load("qwen3.5-tiny")
+    contract = build(recipe, operators)
+    assert tuple(contract.regions) == registry.HYBRID
+    core = next(e for e in contract.data["composition"] if e["regions"] == ["gdn.core"])
+    assert core["constants"]["schedule"] == recipe.gdn_schedule
 
 
 def test_admitting_adds_answers_and_keeps_the_identity(contract):

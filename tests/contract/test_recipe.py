@@ -47,6 +47,9 @@ def test_a_value_changes_the_digest(edited):
         ("kind: counter-hash", "kind: download", "SB0314"),
         ("  block_size: 16\n", "", "SB0314"),
         ("case: qwen3-tiny", "case: [", "SB0314"),
+        ("contract:\n", "contract:\n  gdn_schedule: cpr\n", "SB0314"),
+        ("    head_dim: 64\n", "    head_dim: 64\n    linear_num_key_heads: 2\n", "SB0314"),
+        ("architecture: qwen3", "architecture: qwen3_5_text", "SB0314"),
     ],
 )
 def test_a_bad_recipe_is_refused(edited, old, new, error_id):

@@ -204,9 +204,17 @@ def test_an_added_hook_is_stale(written, recipe, monkeypatch):
     monkeypatch.setattr(
         current,
         "hook_modules",
-        lambda engine: [*real(engine), "samebits.plan"] if engine == "vllm" else real(engine),
+        lambda engine, gdn: [*real(engine, gdn), *(["samebits.plan"] if engine == "vllm" else [])],
     )
     assert evidence.verify(recipe.folder).stale == ("hooks/vllm changed",)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "megatron"])
+def test_hooks_of_linear_attention_count_only_where_it_is_bound(engine):
+    dense, hybrid = (set(current.hook_modules(engine, gdn)) for gdn in (False, True))
+    assert hybrid - dense == {name for name in hybrid if ".gdn" in name} != set()
+    named = [{"name": "implementation/gdn.core.cpu.1"}, {"name": "implementation/rope.cpu.1"}]
+    assert current._binds_gdn(named) and not current._binds_gdn(named[1:])
 
 
 def test_another_or_a_missing_contract_is_stale(written, recipe):

@@ -66,7 +66,24 @@ def test_norm_weights_spread_around_one():
     assert weight.std().item() == pytest.approx(0.29, abs=0.02)
 
 
+def test_zero_centred_norms_spread_around_zero_but_the_gated_one_around_one():
+    def mean(name: str) -> float:
+        scale = scale_of(name, (4096,), tied=False, entropy_nats=2.5, zero_centred=True)
+        return draw(3, name, (4096,), scale).float().mean().item()
+
+    assert mean("model.layers.0.input_layernorm.weight") == pytest.approx(0, abs=0.03)
+    assert mean("model.layers.0.linear_attn.norm.weight") == pytest.approx(1, abs=0.03)
+
+
+def test_linear_attention_remembers_many_tokens():
+    name = "model.layers.0.linear_attn."
+    scales = [scale_of(name + n, (4096,), tied=False, entropy_nats=1) for n in ("A_log", "dt_bias")]
+    a_log, bias = (draw(3, n, (4096,), s).double() for n, s in zip("ab", scales, strict=True))
+    kept = (-a_log.exp() * torch.nn.functional.softplus(bias)).exp()
+    assert 0.9 < kept.mean() < 0.97 and kept.std() > 0.01 and kept.max() < 1
+
+
 def test_a_tensor_without_a_rule_is_refused():
-    for name, shape in (("model.layers.0.linear_attn.A_log", (4,)), ("x.q_proj.weight", (2, 2, 2))):
+    for name, shape in (("model.layers.0.mamba.A_log", (4,)), ("x.q_proj.weight", (2, 2, 2))):
         with pytest.raises(Refused, match="SB0703"):
             scale_of(name, shape, tied=False, entropy_nats=2.5)
