@@ -54,7 +54,7 @@ class Series:
         folder = self.folder / "series"
         if not folder.is_dir():
             return []
-        return sorted(p.name for p in folder.iterdir() if p.is_file() and "." not in p.name)
+        return sorted(p.name for p in folder.iterdir() if p.is_file() and p.name[0] != ".")
 
     def of(self, model: str) -> list[str]:
         """Patch names of `model`, in order."""
