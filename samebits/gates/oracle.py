@@ -6,6 +6,7 @@ in fp32 by transformers. It shares no operator with this package.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def score(model_dir: Path, sequences: Sequence[Sequence[int]]) -> Stream:
 
     from samebits.weights.sources import open_model
 
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     config = AutoConfig.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     state = {name: tensor.float() for name, tensor in open_model(model_dir)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,8 +16,18 @@ from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.evidence import DifferenceReport
 from samebits.evidence.statement import Statement
-from samebits.gates import agreement, capsule, locate, oracle, rl, semantic, stages, workload
-from samebits.gates.run import Run, Stage
+from samebits.gates import (
+    agreement,
+    capsule,
+    lanes,
+    locate,
+    oracle,
+    rl,
+    semantic,
+    stages,
+    workload,
+)
+from samebits.gates.run import Run, Stage, clock, say
 from samebits.gates.streams import Counts, Stream, compare
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
@@ -177,61 +188,106 @@ def _relaxed(recipe: Recipe, comparisons, oracles) -> Recipe:
 
 
 def _stages(run: Run, size: Size) -> dict[str, Stage]:
-    """Run what the recipe's legs need, in an order that finds a broken setup early."""
-    legs = run.recipe.legs
+    """Run what the recipe's legs need, side by side, with what finds a broken setup first."""
     requests = workload.main(
         run.recipe, run.model, size.requests, size.response, stages.STRESS["max_num_batched_tokens"]
     )
     capsule.write(requests, run.folder / "capsule.json")
     controls = workload.control(run.recipe, run.model, size.control_requests, size.control_response)
-    done: dict[str, Stage] = {}
-
-    def add(name: str, work: Callable[[], Stage]) -> Stage:
-        done[name] = run.stage(name, work)
-        return done[name]
-
     for capsule_requests in (requests, controls):
         semantic.distinct((request.prompt, request.seed) for request in capsule_requests)
-    stress = add("rollout_stress", lambda: stages.rollout_stress(run, requests))
-    whole = stress.facts["sequences"]
-    stock = add("stock_rollout", lambda: stages.rollout_control(run, controls, arithmetic="stock"))
-    own = stock.facts["sequences"]
-    add("rollout_plain", lambda: stages.rollout_plain(run, requests, whole, own, size.alone))
+    done: dict[str, Stage] = {}
+    works = _works(run, size, requests, controls, done)
+    begun = time.monotonic()
+    for count, (name, stage) in enumerate(lanes.run(works), start=1):
+        took = "not needed"
+        if stage is not None:
+            done[name] = stage
+            took = f"{stage.facts['seconds']:.0f} s"
+        elapsed = clock(time.monotonic() - begun)
+        say(f"{name}: {took} (stage {count} of {len(works)}, {elapsed} so far)")
+        if {"rollout_stress", "trainer"} <= done.keys():
+            _agree(run, done)
+    return done
+
+
+def _works(
+    run: Run,
+    size: Size,
+    requests: Sequence[capsule.Request],
+    controls: Sequence[capsule.Request],
+    done: Mapping[str, Stage],
+) -> list[lanes.Task]:
+    """All stages of a run, each with those whose results it reads from `done`."""
+    legs, base = run.recipe.legs, workload.CONTROL_BASE
+    works: list[lanes.Task] = []
+
+    def add(name: str, work: Callable[[], Stage], *after: str, alone: bool = False) -> None:
+        works.append(lanes.Task(name, lambda: run.stage(name, work), after, alone))
+
+    def whole() -> Sequence[Sequence[int]]:
+        return done["rollout_stress"].facts["sequences"]
+
+    def own() -> Sequence[Sequence[int]]:
+        return done["stock_rollout"].facts["sequences"]
+
+    add("rollout_stress", lambda: stages.rollout_stress(run, requests))
+    if run.recipe.rl is not None:
+        # Early, because it keeps one core busy for longest.
+        add("rl_stock", lambda: _rl(run, "stock", size.stock_rl_steps))
+    add("stock_rollout", lambda: stages.rollout_control(run, controls, arithmetic="stock"))
+    add(
+        "rollout_plain",
+        lambda: stages.rollout_plain(run, requests, whole(), own(), size.alone),
+        "rollout_stress",
+        "stock_rollout",
+    )
     add(
         "trainer",
-        lambda: stages.trainer_score(run, whole, layouts=("padded", "packed")),
+        lambda: stages.trainer_score(run, whole(), layouts=("padded", "packed")),
+        "rollout_stress",
     )
-    _agree(run, done)
+    if run.recipe.rl is not None:
+        # After the other arm: two optimizers at a time would double the memory of a run.
+        add("rl_aligned", lambda: _rl(run, "aligned", size.rl_steps), "trainer", "rl_stock")
     add(
         "stock_trainer",
-        lambda: stages.trainer_score(run, own, base=workload.CONTROL_BASE, arithmetic="stock"),
+        lambda: stages.trainer_score(run, own(), base=base, arithmetic="stock"),
+        "stock_rollout",
     )
-    if _silent(stock.streams["alone"], stock.streams["batch"]) or _silent(
-        stock.streams["decode"], stock.streams["batch"]
-    ):
-        add(
-            "planted_rollout",
-            lambda: stages.rollout_control(
-                run, controls, arithmetic="aligned", fault="k_cut_by_rows"
-            ),
-        )
+    planted = lanes.Task(
+        "planted_rollout",
+        lambda: _planted(run, controls, done["stock_rollout"]),
+        ("stock_rollout",),
+    )
+    works.append(planted)
     if "O" in legs:
-        add("oracle", lambda: stages.fp32_oracle(run, own))
+        add("oracle", lambda: stages.fp32_oracle(run, own()), "stock_rollout")
         add(
             "planted_rope",
-            lambda: stages.rollout_score(
-                run, own, base=workload.CONTROL_BASE, fault="rope_base_doubled"
-            ),
+            lambda: stages.trainer_score(run, own(), base=base, fault="rope_base_doubled"),
+            "stock_rollout",
         )
     if "D" in legs:
-        _layout_stages(run, whole, add)
-        _agree(run, done)
-    if run.recipe.rl is not None:
-        steps = size.rl_steps or run.recipe.rl["steps"]
-        control_steps = size.stock_rl_steps or run.recipe.rl["steps"]
-        add("rl_aligned", lambda: rl.run_rl(run, steps=steps, arithmetic="aligned"))
-        add("rl_stock", lambda: rl.run_rl(run, steps=control_steps, arithmetic="stock"))
-    return done
+        _layout_works(run, whole, add)
+    return works
+
+
+def _rl(run: Run, arithmetic: str, steps: int | None) -> Stage:
+    assert run.recipe.rl is not None
+    return rl.run_rl(run, steps=steps or run.recipe.rl["steps"], arithmetic=arithmetic)
+
+
+def _planted(run: Run, controls: Sequence[capsule.Request], stock: Stage) -> Stage | None:
+    """A planted fault for legs A and B, where stock happens to agree with itself."""
+    streams = stock.streams
+    if all(compare(streams[arm], streams["batch"]).mismatches for arm in ("alone", "decode")):
+        return None
+    fault = "k_cut_by_rows"
+    return run.stage(
+        "planted_rollout",
+        lambda: stages.rollout_control(run, controls, arithmetic="aligned", fault=fault),
+    )
 
 
 def _agree(run: Run, done: Mapping[str, Stage]) -> None:
@@ -250,23 +306,31 @@ def _agree(run: Run, done: Mapping[str, Stage]) -> None:
     agreement.served(run.contract, stress["served"], trainer["served"], ("trainer_score",))
 
 
-def _layout_stages(run: Run, whole: Sequence[Sequence[int]], add) -> None:
+def _layout_works(run: Run, whole: Callable[[], Sequence[Sequence[int]]], add) -> None:
+    """Ranks of one engine wait for each other, so such an engine keeps all CPUs."""
     for tp in run.recipe.rollout_tp:
         if tp > 1:
-            add(f"rollout_tp{tp}", lambda tp=tp: stages.rollout_score(run, whole, base=0, tp=tp))
+            add(
+                f"rollout_tp{tp}",
+                lambda tp=tp: stages.rollout_score(run, whole(), base=0, tp=tp),
+                "rollout_stress",
+                alone=True,
+            )
     for tp in run.recipe.trainer_tp:
         if tp > 1:
-            add(f"trainer_tp{tp}", lambda tp=tp: stages.trainer_score(run, whole, tp=tp))
+            add(
+                f"trainer_tp{tp}",
+                lambda tp=tp: stages.trainer_score(run, whole(), tp=tp),
+                "rollout_stress",
+                alone=True,
+            )
     largest = max(run.recipe.trainer_tp)
     add(
         "planted_ranks",
-        lambda: stages.trainer_score(run, whole, tp=largest, fault="rank_order_sum"),
+        lambda: stages.trainer_score(run, whole(), tp=largest, fault="rank_order_sum"),
+        "rollout_stress",
+        alone=True,
     )
-
-
-def _silent(left: Stream, right: Stream) -> bool:
-    """True when a stock arm happens to agree with itself, so that it cannot serve as a control."""
-    return compare(left, right).mismatches == 0
 
 
 # --- legs ---------------------------------------------------------------------------------------
@@ -470,7 +534,7 @@ def _leg_o(book: _Book, done: Mapping[str, Stage]) -> dict[str, Any]:
     reference = done["oracle"].streams["oracle"]
     tokens, *aligned = oracle.distance(done["rollout_plain"].streams["extra"], reference)
     _, *stock = oracle.distance(done["stock_rollout"].streams["batch"], reference)
-    planted, mean, _ = oracle.distance(done["planted_rope"].streams["score"], reference)
+    planted, mean, _ = oracle.distance(done["planted_rope"].streams["padded"], reference)
     return evidence.oracle(
         "prefill/fp32-hugging-face",
         "The aligned arm is no further from an fp32 oracle than the stock arm.",

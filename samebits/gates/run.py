@@ -69,7 +69,7 @@ class Run:
             }
             return Stage(loaded, facts)
         started = time.monotonic()
-        say(f"{name}: running")
+        say(f"{name} ...")
         done = work()
         for stream, content in done.streams.items():
             content.save(self.folder / f"{name}.{stream}.npz")
@@ -77,8 +77,12 @@ class Run:
         unfinished = record.with_suffix(".part")
         unfinished.write_text(json.dumps({**facts, "_streams": sorted(done.streams)}))
         os.replace(unfinished, record)  # written last: its presence says that all streams are there
-        say(f"{name}: {facts['seconds']} s")
         return Stage(done.streams, facts)
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, as in 3:07."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def say(text: str) -> None:

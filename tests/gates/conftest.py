@@ -99,7 +99,7 @@ def stages_of(make):
             done["planted_ranks"] = Stage({"padded": make.stream(seed=6)}, {})
         if "O" in recipe.legs:
             done["oracle"] = Stage({"oracle": make.stream(base=control)}, {})
-            done["planted_rope"] = Stage({"score": make.stream(base=control, seed=500)}, {})
+            done["planted_rope"] = Stage({"padded": make.stream(base=control, seed=500)}, {})
         if recipe.rl:
             for arm, seed in (("aligned", 0), ("stock", 9)):
                 done[f"rl_{arm}"] = _rl(make, recipe, seed)

@@ -86,7 +86,7 @@ from pathlib import Path
 from samebits import cli
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.trainer_process import TrainerProcess
-from samebits.gates import prove, run
+from samebits.gates import lanes, prove, run
 from samebits.gates.streams import Stream
 from samebits.patching.workspace import Workspace
 
@@ -106,9 +106,11 @@ def start_engine():
         RolloutEngine(RolloutSettings(root, root / "contract.json", "series"))
 
 def all_stages(made, size):
-    made.stage("first", lambda: run.Stage({"decode": Stream()}, {}))
+    first = lambda: made.stage("first", lambda: run.Stage({"decode": Stream()}, {}))
+    tasks = [lanes.Task("first", first)]
     if second != "none":
-        made.stage("second", start_engine)
+        tasks.append(lanes.Task("second", lambda: made.stage("second", start_engine), ("first",)))
+    list(lanes.run(tasks))
     raise SystemExit(7)
 
 Workspace.find = classmethod(lambda cls: workspace)
