@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3.11}
 VENV=${VENV:-.venv}
+LOCK=scripts/requirements.lock
 
 if ! command -v "$PYTHON" >/dev/null; then
     echo "setup: $PYTHON is not on PATH; Python 3.11 or 3.12 is required" >&2
@@ -15,23 +16,46 @@ if ! command -v "$PYTHON" >/dev/null; then
     exit 2
 fi
 
+say() { echo "setup: step $1 of 4, $((SECONDS / 60)):$(printf %02d $((SECONDS % 60))) so far: $2" >&2; }
+
+# Modules are compiled when they are first imported: most of what is installed never is.
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --no-compile "$@"; }
+
+# Wait for every process named, then fail with the last failure, so that none outlives this script.
+join() {
+    local code=0 process
+    for process in "$@"; do wait "$process" || code=$?; done
+    return "$code"
+}
+
 exec 9>".setup.lock"
 flock 9
 
-tag=$({ "$PYTHON" --version; cat scripts/requirements.lock; } | sha256sum | cut -c1-16)
+tag=$({ "$PYTHON" --version; cat "$LOCK"; } | sha256sum | cut -c1-16)
 stamp="$VENV/.setup-$tag"
 if [ ! -e "$stamp" ]; then
+    say 1 "virtual environment in $VENV"
     [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-    pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet "$@"; }
-    echo "setup: installing torch and $(grep -c == scripts/requirements.lock) pinned packages" >&2
     # The patch verbs need few packages; the upstreams are fetched and patched while the rest installs.
-    pip --constraint scripts/requirements.lock --editable .
+    say 2 "samebits and what its patch verbs need"
+    pip --constraint "$LOCK" --editable .
+    say 3 "torch; beside it, the upstreams are fetched and patched"
     "$VENV/bin/samebits" patch apply >&2 &
     patching=$!
-    # torch with its dependencies: on Python 3.12 its build brings CUDA libraries.
-    pip "$(grep '^torch==' scripts/requirements.lock)"
-    pip --no-deps -r scripts/requirements.lock
-    wait "$patching"
+    # With its dependencies: on Python 3.12 torch's build brings CUDA libraries. The lock comes after,
+    # because its versions are the ones that count.
+    pip "$(grep '^torch==' "$LOCK")" || { code=$?; wait "$patching" || true; exit "$code"; }
+    say 4 "$(grep -c == "$LOCK") pinned packages"
+    # Installing is mostly unpacking, on one core: two installers, each with every second package.
+    mapfile -t packages < <(grep == "$LOCK")
+    halves=()
+    for half in 0 1; do
+        chosen=()
+        for ((i = half; i < ${#packages[@]}; i += 2)); do chosen+=("${packages[i]}"); done
+        pip --no-deps "${chosen[@]}" &
+        halves+=($!)
+    done
+    join "$patching" "${halves[@]}"
     touch "$stamp"
 fi
 
