@@ -30,7 +30,8 @@ import torch.distributed as dist
 from samebits import bits, runtime
 from samebits.engines import trainer_batch as batches
 from samebits.engines.trainer_batch import TrainBatch
-from samebits.engines.trainer_model import Architecture, Slot, build_model, slots
+from samebits.engines.trainer_model import Architecture, build_model
+from samebits.engines.trainer_slots import Slot, slots
 from samebits.errors import Refused
 
 # Rows of logits that exist at one time while scoring: 128 * 49152 * 4 bytes = 24 MiB.
@@ -107,7 +108,7 @@ class Trainer:
         self._loaded = False
         self._bind(Path(model_dir), contract)
         self.arch.refuse_tp(tp_size)
-        require_patched()
+        require_patched(hybrid=self.arch.linear is not None)
         self._init_groups(rendezvous, seed)
         self.model: torch.nn.Module = build_model(self.arch, tp_size)
         self._ddp: Any = None
@@ -175,11 +176,9 @@ class Trainer:
                 wanted = "a tensor of this model" if slot is None else f"shape {slot.shape}"
                 again = " again" if name in places and slot is None else ""
                 raise _bad_weight(f"{name}{again}, shape {tuple(tensor.shape)}", wanted)
-            if tensor.dtype != torch.bfloat16:
-                raise _bad_weight(f"{name} of {tensor.dtype}", "bfloat16")
-            if slot.shard_dim is not None:
-                tensor = tensor.chunk(self.tp_size, slot.shard_dim)[self.tp_rank]
-            slot.view.copy_(tensor.reshape(slot.view.shape))
+            if tensor.dtype not in (torch.bfloat16, slot.view.dtype):  # widening is exact
+                raise _bad_weight(f"{name} of {tensor.dtype}", f"bfloat16 or {slot.view.dtype}")
+            slot.view.copy_(slot.share(tensor, self.tp_rank, self.tp_size))
         if todo:
             missing = sorted(todo)
             raise _bad_weight(
@@ -197,8 +196,9 @@ class Trainer:
 
     @torch.no_grad()
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(published name, whole bf16 tensor on the CPU), in forward order, the same on all ranks.
+        """(published name, whole tensor on the CPU), in forward order, the same on all ranks.
 
+        bf16, but for the decays `A_log` of linear attention, which are fp32 as they are trained.
         Collective: every rank must run the iterator to its end. SB0612 when copies differ.
         """
         yield from self._whole(torch.Tensor.detach)
@@ -218,22 +218,19 @@ class Trainer:
                 self._refuse_drift(slot)
                 yield slot.name, slot.view.reshape(slot.shape).clone()
                 continue
-            shape = list(slot.shape)
-            shape[slot.shard_dim] //= self.tp_size
-            yield slot.name, self._gather(slot.view.reshape(shape).contiguous(), slot.shard_dim)
+            yield slot.name, slot.whole(self._gather(slot.local(self.tp_size)))
 
-    def _gather(self, local: torch.Tensor, dim: int) -> torch.Tensor:
+    def _gather(self, local: torch.Tensor) -> list[torch.Tensor]:
         if self.tp_size == 1:
-            return local.clone()
+            return [local.clone()]
         parts = [torch.empty_like(local) for _ in range(self.tp_size)]
         dist.all_gather(parts, local, group=self.group)
-        return torch.cat(parts, dim)
+        return parts
 
     def _refuse_drift(self, slot: Slot) -> None:
         if self.tp_size == 1:
             return
-        parts = [torch.empty_like(slot.view) for _ in range(self.tp_size)]
-        dist.all_gather(parts, slot.view.contiguous(), group=self.group)
+        parts = self._gather(slot.view.contiguous())
         wrong = [rank for rank, part in enumerate(parts) if not bits.equal(part, parts[0])]
         if wrong:
             raise Refused(
@@ -432,10 +429,15 @@ HOOKED = {
 }
 
 
-def require_patched() -> None:
+# The same, for models with gated delta nets.
+HOOKED_HYBRID = {"megatron.core.ssm.gated_delta_net": "samebits_native"}
+
+
+def require_patched(hybrid: bool = False) -> None:
     """SB0610 unless the imported Megatron carries every hook (both arithmetics need the series)."""
+    wanted = HOOKED | (HOOKED_HYBRID if hybrid else {})
     try:
-        lacking = [m for m, hook in HOOKED.items() if not hasattr(importlib.import_module(m), hook)]
+        lacking = [m for m, hook in wanted.items() if not hasattr(importlib.import_module(m), hook)]
         seen = f"no hook in {', '.join(lacking)}"
     except ImportError as error:
         lacking, seen = ["megatron.core"], str(error)

@@ -1,13 +1,14 @@
-"""From a Hugging Face `config.json` to Megatron's real `GPTModel`, and back to published names.
+"""From a Hugging Face `config.json` to Megatron's real `GPTModel`.
 
-Supported: dense decoders with RMSNorm, SwiGLU, rotary positions over the whole head and grouped
-query attention - Llama (SmolLM2) and Qwen3 (q/k norms). Everything else is refused by name.
+Supported: dense decoders with RMSNorm, SwiGLU, rotary positions and grouped query attention -
+Llama (SmolLM2), Qwen3 (q/k norms), and Qwen3.5's text model (gated delta nets beside full attention
+with output gates, zero-centred norms, rotary positions over a part of the head). Everything else is
+refused by name.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,53 @@ import torch
 from samebits import runtime
 from samebits.errors import Refused
 
-ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}  # name -> has q/k norms
+HYBRID = "Qwen3_5ForCausalLM"
+# Name -> has q/k norms.
+ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True, HYBRID: True}
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The gated delta nets of a hybrid model, and what comes with them: `rotary_share` of a head
+    of full attention turns with the position. `pattern` has 1 for a linear layer and 0 for full
+    attention."""
+
+    pattern: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    rotary_share: float
+
+    @property
+    def channels(self) -> tuple[int, int, int]:
+        """Channels of queries, keys and values, which pass through the convolution."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+    @staticmethod
+    def of(config: dict, rope: dict, path: Path) -> LinearAttention:
+        """Read a config of Qwen3.5's text model; SB0605 for a kind of layer nobody proved."""
+        kinds = {"linear_attention": 1, "full_attention": 0}
+        types = config["layer_types"]
+        unknown = sorted({t for t in types if t not in kinds})
+        if unknown or len(types) != config["num_hidden_layers"]:
+            raise Refused(
+                "SB0605",
+                seen=f"{len(types)} layer_types, unknown {unknown}, in {path}",
+                required=f"{config['num_hidden_layers']}, each one of {', '.join(kinds)}",
+                hint="samebits explain SB0605",
+            )
+        return LinearAttention(
+            pattern=tuple(kinds[t] for t in types),
+            key_heads=config["linear_num_key_heads"],
+            value_heads=config["linear_num_value_heads"],
+            key_dim=config["linear_key_head_dim"],
+            value_dim=config["linear_value_head_dim"],
+            conv_width=config["linear_conv_kernel_dim"],
+            rotary_share=float(rope["partial_rotary_factor"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -38,6 +85,11 @@ class Architecture:
     norm_eps: float
     tied: bool
     qk_norm: bool
+    linear: LinearAttention | None = None
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether decoder layer `layer` is a gated delta net."""
+        return self.linear is not None and bool(self.linear.pattern[layer])
 
     @staticmethod
     def load(model_dir: Path) -> Architecture:
@@ -61,7 +113,7 @@ class Architecture:
                 hint="samebits explain SB0602",
             )
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        _refuse_features(config, rope, path)
+        _refuse_features(config, rope, path, partial_rotary=name == HYBRID)
         heads = config["num_attention_heads"]
         return Architecture(
             name=name,
@@ -78,11 +130,14 @@ class Architecture:
             norm_eps=float(config["rms_norm_eps"]),
             tied=bool(config.get("tie_word_embeddings", False)),
             qk_norm=ARCHITECTURES[name],
+            linear=LinearAttention.of(config, rope, path) if name == HYBRID else None,
         )
 
     def refuse_tp(self, size: int) -> None:
         """SB0603 unless every rank gets whole head groups, FFN columns and vocabulary rows."""
         parts = {"key-value heads": self.kv_heads, "FFN width": self.ffn, "vocabulary": self.vocab}
+        if self.linear is not None:
+            parts["linear attention's key heads"] = self.linear.key_heads
         leaves = {}
         if runtime.aligned():
             contract = runtime.contract()
@@ -101,14 +156,15 @@ class Architecture:
             )
 
 
-def _refuse_features(config: dict, rope: dict, path: Path) -> None:
+def _refuse_features(config: dict, rope: dict, path: Path, partial_rotary: bool) -> None:
+    partial = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0
     found = {
         "attention_bias": config.get("attention_bias", False),
         "mlp_bias": config.get("mlp_bias", False),
         "attention_dropout": config.get("attention_dropout", 0) > 0,
         "hidden_dropout": config.get("hidden_dropout", 0) > 0,
         "rope scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
-        "partial rotary": config.get("partial_rotary_factor", 1.0) != 1.0,
+        "partial rotary": partial and not partial_rotary,
         "sliding window": bool(config.get("use_sliding_window", False)),
         "pretraining_tp": config.get("pretraining_tp", 1) != 1,
         "activation": config.get("hidden_act", "silu") != "silu",
@@ -155,7 +211,26 @@ def transformer_config(arch: Architecture, tp: int):
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        **_hybrid_options(arch.linear),
     )
+
+
+def _hybrid_options(linear: LinearAttention | None) -> dict[str, Any]:
+    """What Megatron's configuration says of gated delta nets, and of the attention beside them."""
+    if linear is None:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": list(linear.pattern),
+        "linear_conv_kernel_dim": linear.conv_width,
+        "linear_key_head_dim": linear.key_dim,
+        "linear_value_head_dim": linear.value_dim,
+        "linear_num_key_heads": linear.key_heads,
+        "linear_num_value_heads": linear.value_heads,
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "deterministic_mode": True,  # under which Megatron's own rule is computed in torch
+    }
 
 
 def build_model(arch: Architecture, tp: int) -> torch.nn.Module:
@@ -174,75 +249,6 @@ def build_model(arch: Architecture, tp: int) -> torch.nn.Module:
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
+        rotary_percent=arch.linear.rotary_share if arch.linear else 1.0,
     )
     return model.bfloat16()  # Megatron's own norms start in fp32
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where one published tensor lives: a view of this rank's parameter.
-
-    `view` has the shape of the rank's shard up to leading splits; `shard_dim` is the dimension of
-    the published tensor that ranks cut, or None for a copy on every rank.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    shard_dim: int | None
-    view: torch.Tensor
-
-
-def slots(
-    arch: Architecture,
-    model: Any,
-    tp: int,
-    of: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach,
-) -> Iterator[Slot]:
-    """Every published tensor of `arch` with its place in this rank's `model`, in forward order.
-
-    `of` picks what is looked at: the parameter itself, or a tensor of its shape such as its
-    gradient. Megatron keeps q, k and v of one head group side by side in one weight, and gate
-    over up in another; the views undo both, so loading and exporting are plain copies.
-    """
-    h, d, f = arch.hidden, arch.head_dim, arch.ffn
-    groups, ratio = arch.kv_heads // tp, arch.heads // arch.kv_heads
-    yield Slot(
-        "model.embed_tokens.weight",
-        (arch.vocab, h),
-        0,
-        of(model.embedding.word_embeddings.weight),
-    )
-    for i, layer in enumerate(model.decoder.layers):
-        prefix = f"model.layers.{i}."
-        attention, mlp = layer.self_attention, layer.mlp
-        yield Slot(prefix + "input_layernorm.weight", (h,), None, of(layer.input_layernorm.weight))
-        qkv = of(attention.linear_qkv.weight).view(groups, ratio + 2, d, h)
-        parts = (("q", arch.heads, qkv[:, :ratio]), ("k", arch.kv_heads, qkv[:, ratio]))
-        for letter, heads, view in (*parts, ("v", arch.kv_heads, qkv[:, ratio + 1])):
-            yield Slot(f"{prefix}self_attn.{letter}_proj.weight", (heads * d, h), 0, view)
-        yield Slot(
-            prefix + "self_attn.o_proj.weight",
-            (h, arch.heads * d),
-            1,
-            of(attention.linear_proj.weight),
-        )
-        if arch.qk_norm:
-            yield Slot(
-                prefix + "self_attn.q_norm.weight", (d,), None, of(attention.q_layernorm.weight)
-            )
-            yield Slot(
-                prefix + "self_attn.k_norm.weight", (d,), None, of(attention.k_layernorm.weight)
-            )
-        yield Slot(
-            prefix + "post_attention_layernorm.weight",
-            (h,),
-            None,
-            of(layer.pre_mlp_layernorm.weight),
-        )
-        gate, up = of(mlp.linear_fc1.weight).view(2, f // tp, h)
-        yield Slot(prefix + "mlp.gate_proj.weight", (f, h), 0, gate)
-        yield Slot(prefix + "mlp.up_proj.weight", (f, h), 0, up)
-        yield Slot(prefix + "mlp.down_proj.weight", (h, f), 1, of(mlp.linear_fc2.weight))
-    yield Slot("model.norm.weight", (h,), None, of(model.decoder.final_layernorm.weight))
-    if not arch.tied:
-        yield Slot("lm_head.weight", (arch.vocab, h), 0, of(model.output_layer.weight))

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The hybrid decoder block of `config`: ours when aligned, Megatron's own when stock."""
     from samebits import runtime
-    from samebits.hooks.megatron.gdn import spec, stock
 
-    return (spec if runtime.aligned() else stock).block_spec(config)
+    if runtime.aligned():
+        from samebits.hooks.megatron.gdn.spec import block_spec as chosen
+    else:
+        from samebits.hooks.megatron.gdn.stock import block_spec as chosen
+    return chosen(config)

@@ -72,7 +72,7 @@ class GatedDeltaNet(KeepsDecayInFp32):
                 required="whole sequences; the rollout engine decodes",
                 hint="samebits explain SB0605",
             )
-        s, b, _ = hidden_states.shape
+        s, b = hidden_states.shape[:2]
         if packed_seq_params is None:
             cu_seqlens = torch.arange(b + 1) * s
         else:
