@@ -64,6 +64,11 @@ OPERATORS = (
     "attention",
     "silu_mul",
     "logprob",
+    "conv1d",
+    "l2_norm",
+    "gdn_gate",
+    "gated_rms_norm",
+    "output_gate",
 )
 
 

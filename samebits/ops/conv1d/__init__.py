@@ -1,0 +1,156 @@
+"""Causal depthwise convolution over the rows of a sequence, then silu; window for decoding."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from samebits.bits import mixsum
+from samebits.errors import Refused
+from samebits.ops import registry, samples
+from samebits.ops.checks import require_dtype, require_shape
+from samebits.ops.conv1d import cpu
+from samebits.ops.packed import integers, require_slots, require_starts
+
+__all__ = ["advance", "varlen"]
+
+
+def advance(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: torch.Tensor,
+    slots: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    context_lens: torch.Tensor,
+) -> torch.Tensor:
+    """One step of R sequences -> y [T, C] bf16; their windows are updated in place.
+
+    x                [T, C] bf16 raw inputs (any strides), weight [C, W] bf16, tap W - 1 the newest
+    window           [slots, W - 1, C] bf16, the last raw inputs, oldest first; dim 0 may be strided
+    slots            [R] integers, all distinct: index into window
+    query_start_loc  [R + 1] integers, cumulative, from 0; rows past the last one give zeros
+    context_lens     [R] integers: tokens of each sequence before this step; 0 starts from zeros
+                     whatever the slot holds
+
+    Order: acc = fma(weight[c, j], row of tap j, acc) in fp32, oldest row first, from +0; rows
+    before the sequence are +0; s = 1 / (1 + exp32(-acc)); y = bf16(acc * s), one rounding each. An
+    output sees W rows of its own sequence and channel. A sequence without rows is left as it is.
+
+    Forward only. Refuses dtypes (SB0420), shapes (SB0421), windows (SB0482), tables (SB0483).
+    """
+    _check_operands(x, weight)
+    _check_window(window, weight)
+    at, starts, context = (integers(t) for t in (slots, query_start_loc, context_lens))
+    require_starts(starts, len(x), whole=False)
+    require_slots(at, context, len(starts) - 1, len(window))
+    registry.count_served("gdn.conv", int(starts[-1]))
+    state = (window, at, context == 0)
+    return cpu.forward(x.detach().contiguous(), weight.detach().contiguous(), starts, state)
+
+
+def varlen(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Whole packed sequences -> y [T, C] bf16, the bits of `advance`.
+
+    Operands and order as in `advance`; cu_seqlens [R + 1] integers, cumulative, from 0 to T.
+    Differentiable in x and weight (backward in fp32, one rounding to bf16).
+    """
+    _check_operands(x, weight)
+    starts = integers(cu_seqlens)
+    require_starts(starts, len(x), whole=True)
+    registry.count_served("gdn.conv", len(x))
+    x, weight = x.contiguous(), weight.contiguous()
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _Varlen.apply(x, weight, starts)
+    return cpu.forward(x, weight, starts, None)
+
+
+class _Varlen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, starts):
+        ctx.save_for_backward(x, weight)
+        ctx.starts = starts
+        return cpu.forward(x, weight, starts, None)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return *_gradients(x.float(), weight.float(), ctx.starts, grad.float()), None
+
+
+def _gradients(
+    x: torch.Tensor, weight: torch.Tensor, starts: np.ndarray, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x and weight, bf16, from fp32 tensors."""
+    lengths = np.diff(starts)
+    index = torch.from_numpy(np.arange(len(x)) - np.repeat(starts[:-1], lengths))
+    lags = range(weight.shape[1] - 1, -1, -1)
+    shifted = []
+    for lag in lags:  # row t holds row t - lag of the same sequence, or zero
+        rows = torch.zeros_like(x)
+        rows[lag:] = x[: max(0, len(x) - lag)]
+        shifted.append(rows.masked_fill_((index < lag)[:, None], 0))
+    acc = torch.zeros_like(x)
+    for j, rows in enumerate(shifted):
+        acc += rows * weight[:, j]
+    s = torch.sigmoid(acc)
+    dacc = grad * s * (1 + acc * (1 - s))
+    dx, dw = torch.zeros_like(x), torch.empty_like(weight)
+    for j, (lag, rows) in enumerate(zip(lags, shifted, strict=True)):
+        dw[:, j] = (dacc * rows).sum(0)
+        inside = dacc.masked_fill((index < lag)[:, None], 0)
+        dx[: max(0, len(x) - lag)] += inside[lag:] * weight[:, j]
+    return dx.bfloat16(), dw.bfloat16()
+
+
+def _check_operands(x: torch.Tensor, weight: torch.Tensor) -> None:
+    require_dtype("x", x, torch.bfloat16)
+    require_dtype("weight", weight, torch.bfloat16)
+    require_shape("weight", weight, weight.dim() == 2 and weight.numel() > 0, "[C, W]")
+    channels = weight.shape[0]
+    require_shape("x", x, x.dim() == 2 and x.shape[1] == channels, f"[T, {channels}]")
+
+
+def _check_window(window: torch.Tensor, weight: torch.Tensor) -> None:
+    channels, taps = weight.shape
+    require_dtype("window", window, torch.bfloat16)
+    shape = (taps - 1, channels)
+    slots = window.shape[0] if window.dim() else 0
+    if (
+        window.shape != (slots, *shape)
+        or (slots > 0 and not window[0].is_contiguous())
+        or (slots > 1 and window.stride(0) < window[0].numel())
+    ):
+        raise Refused(
+            "SB0482",
+            seen=f"window {list(window.shape)} with strides {list(window.stride())}",
+            required=f"[slots, {taps - 1}, {channels}], contiguous inside a slot",
+            hint="samebits explain SB0482",
+        )
+
+
+def _probe() -> int:
+    x, weight = samples.bf16((9, 20), 5), samples.bf16((20, 4), 6, -3, 2)
+    window = torch.full((3, 3, 20), torch.nan).bfloat16()
+    window[2] = samples.bf16((3, 20), 7)
+    slots, starts, fresh = np.array([0, 2]), np.array([0, 7, 9]), np.array([True, False])
+    y = cpu.forward(x, weight, starts, (window, slots, fresh))
+    return mixsum(torch.cat([y, window[0], window[2]]))
+
+
+registry.register(
+    registry.Implementation(
+        region="gdn.conv",
+        id="gdn.conv.cpu.1",
+        platform="cpu",
+        constants={"activation": "silu", "exp": "exp32", "window": "bf16"},
+        modules=(
+            "samebits.ops.jit",
+            "samebits.ops.scalar",
+            "samebits.ops.gate_scalar",
+            "samebits.ops.packed",
+            "samebits.ops.conv1d",
+            "samebits.ops.conv1d.cpu",
+        ),
+        probe=_probe,
+    )
+)

@@ -1,0 +1,73 @@
+"""l2 normalisation over the last dimension: queries and keys of gated delta networks."""
+
+from __future__ import annotations
+
+import torch
+
+from samebits.bits import mixsum
+from samebits.ops import registry, samples
+from samebits.ops.checks import require_dtype, require_shape
+from samebits.ops.l2_norm import cpu
+from samebits.ops.scalar import LANES
+
+__all__ = ["l2_norm"]
+
+
+class _L2Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, eps):
+        y, r = cpu.forward(x, eps)
+        ctx.save_for_backward(x, r)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, r = ctx.saved_tensors
+        r = r.reshape(*x.shape[:-1], 1)
+        hat, grad = x.float() * r, grad.float()
+        dx = (grad - hat * (grad * hat).sum(-1, keepdim=True)) * r
+        return dx.to(x.dtype), None
+
+
+def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x [..., n] bf16 (any strides) -> [..., n] bf16, contiguous.
+
+    Order: squares go to 16 lanes (element i to lane i % 16, ascending) by fp32 fma from +0; lanes
+    are folded ((0+1)+(2+3))+...; r = 1 / sqrt(sum + eps), each one IEEE rounding; y = bf16(x * r).
+    A row sees only itself.
+
+    Differentiable (backward in fp32). Refuses other dtypes (SB0420) and rows without elements
+    (SB0421).
+    """
+    require_dtype("x", x, torch.bfloat16)
+    n = x.shape[-1] if x.dim() else 0
+    require_shape("x", x, n > 0, "[..., n]")
+    x = x.contiguous()
+    registry.count_served("gdn.l2_norm", x.numel() // n)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _L2Norm.apply(x, eps)
+    return cpu.forward(x, eps)[0]
+
+
+def _probe() -> int:
+    x = samples.bf16((5, 83), 8)
+    x[0] = torch.arange(83, dtype=torch.int16).view(torch.bfloat16)  # subnormals, not to be flushed
+    return mixsum(cpu.forward(x, 1e-6)[0])
+
+
+registry.register(
+    registry.Implementation(
+        region="gdn.l2_norm",
+        id="gdn.l2_norm.cpu.1",
+        platform="cpu",
+        constants={"lanes": LANES},
+        modules=(
+            "samebits.ops.jit",
+            "samebits.ops.scalar",
+            "samebits.ops.vector",
+            "samebits.ops.l2_norm",
+            "samebits.ops.l2_norm.cpu",
+        ),
+        probe=_probe,
+    )
+)
