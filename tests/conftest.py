@@ -10,6 +10,7 @@ NaN when the integers are bf16 or fp16 bits). Code that reads what it never wrot
 
 from __future__ import annotations
 
+import functools
 import os
 
 import numpy as np
@@ -20,6 +21,7 @@ REMOVED = (
     "PYTHONPATH",
     "PYTHONHOME",
     "PYTHONSTARTUP",
+    "PYTHONDONTWRITEBYTECODE",  # engines would compile all of vLLM at every start
     "LD_PRELOAD",
     "RANK",
     "LOCAL_RANK",
@@ -95,7 +97,12 @@ def _filled_torch(make):
     return filled
 
 
+@functools.cache
 def _filled_numpy(make):
+    """`make` with its memory filled. A kernel compiled while a test runs means `make` by it: numba
+    goes by the identity of a function, and its own code calls these two by their names in numpy."""
+    from numba.core.registry import cpu_target
+
     def filled(*args, **kwargs):
         made = make(*args, **kwargs)
         if made.dtype.kind in "fc":
@@ -104,12 +111,16 @@ def _filled_numpy(make):
             made.fill(np.iinfo(made.dtype).max)
         return made
 
+    cpu_target.target_context.refresh()  # numba learns numpy's functions on first use
+    context = cpu_target.typing_context
+    context.refresh()
+    context.insert_global(filled, context.resolve_value_type(make))
     return filled
 
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only calls from Python are reached; kernels that numba compiles allocate nothing."""
+    """Only calls from Python are reached; what a compiled kernel allocates is left as it is."""
     import torch
 
     for name in ("empty", "empty_like", "empty_strided"):
