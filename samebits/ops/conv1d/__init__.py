@@ -36,7 +36,7 @@ def advance(
     before the sequence are +0; s = 1 / (1 + exp32(-acc)); y = bf16(acc * s), one rounding each. An
     output sees W rows of its own sequence and channel. A sequence without rows is left as it is.
 
-    Forward only. Refuses dtypes (SB0420), shapes (SB0421), windows (SB0482), tables (SB0483).
+    Forward only. Refuses dtypes (SB0420), shapes (SB0421), windows (SB0426), tables (SB0483).
     """
     _check_operands(x, weight)
     _check_window(window, weight)
@@ -121,10 +121,10 @@ def _check_window(window: torch.Tensor, weight: torch.Tensor) -> None:
         or (slots > 1 and window.stride(0) < window[0].numel())
     ):
         raise Refused(
-            "SB0482",
+            "SB0426",
             seen=f"window {list(window.shape)} with strides {list(window.stride())}",
             required=f"[slots, {taps - 1}, {channels}], contiguous inside a slot",
-            hint="samebits explain SB0482",
+            hint="samebits explain SB0426",
         )
 
 
