@@ -22,11 +22,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from samebits.bits import mixsum
 from samebits.errors import Refused
-from samebits.ops import registry
+from samebits.ops import registry, samples
 from samebits.ops.checks import require_dtype, require_shape
 from samebits.ops.gdn import backward, cpu
 from samebits.ops.gdn.cpu import BLOCK, CHUNK
+from samebits.ops.packed import integers, require_slots, require_starts
 
 __all__ = ["CHUNK", "SCHEDULES", "advance", "state_spec", "varlen"]
 
@@ -96,9 +98,9 @@ def advance(
     """
     heads = _check_operands(q, k, v, g, beta, scale)
     _check_state(schedule, heads, state)
-    at, starts, context = (_integers(x) for x in (slots, query_start_loc, context_lens))
-    _check_starts(starts, q.shape[0])
-    _check_slots(at, starts, context, state[0].shape[0])
+    at, starts, context = (integers(x) for x in (slots, query_start_loc, context_lens))
+    require_starts(starts, q.shape[0], whole=False)
+    require_slots(at, context, len(starts) - 1, state[0].shape[0])
     registry.count_served("gdn.core", int(starts[-1]))
     return _forward(
         schedule, (q, k, v, g, beta), state, at, starts, context % CHUNK, context == 0, scale
@@ -125,10 +127,8 @@ def varlen(
     """
     heads = _check_operands(q, k, v, g, beta, scale)
     _check_schedule(schedule)
-    starts = _integers(cu_seqlens)
-    _check_starts(starts, q.shape[0])
-    if starts[-1] != q.shape[0]:
-        raise _out_of_range(f"cu_seqlens ends at {starts[-1]}", f"{q.shape[0]} rows")
+    starts = integers(cu_seqlens)
+    require_starts(starts, q.shape[0], whole=True)
     if initial_state is not None:
         require_dtype("initial_state", initial_state, torch.float32)
         shape = (len(starts) - 1, heads[1], heads[2], heads[3])
@@ -174,16 +174,8 @@ class _Varlen(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _integers(x: torch.Tensor) -> np.ndarray:
-    return x.detach().numpy().astype(np.int64)
-
-
 def _refused(error_id: str, seen: str, required: str) -> Refused:
     return Refused(error_id, seen=seen, required=required, hint=f"samebits explain {error_id}")
-
-
-def _out_of_range(seen: str, required: str) -> Refused:
-    return _refused("SB0483", seen, required)
 
 
 def _check_schedule(schedule: str) -> None:
@@ -245,30 +237,47 @@ def _check_state(
             )
 
 
-def _check_starts(starts: np.ndarray, tokens: int) -> None:
-    if (
-        starts.ndim != 1
-        or len(starts) < 1
-        or starts[0] != 0
-        or (np.diff(starts) < 0).any()
-        or starts[-1] > tokens
-    ):
-        raise _out_of_range(
-            f"starts {starts.tolist()[:9]} of {tokens} rows", "cumulative from 0 within the rows"
-        )
+def _probe() -> int:
+    # Two sequences, one across two boundaries, cut inside a chunk; K != V, two value heads a key.
+    tokens, key_heads, heads, key_dim, value_dim = 2 * CHUNK + 9, 1, 2, 32, 16
+    q, k = (samples.bf16((tokens, key_heads, key_dim), seed, -5, -1) for seed in (1, 2))
+    v = samples.bf16((tokens, heads, value_dim), 3, -3, 3)
+    g = -samples.fp32((tokens, heads), 4, -9, 1).abs()
+    beta = samples.fp32((tokens, heads), 5, -4, 0).abs()
+    digests = []
+    for schedule in SCHEDULES:
+        starts = torch.tensor([0, 5, tokens])
+        o = varlen(q, k, v, g, beta, starts, key_dim**-0.5, schedule)
+        spec = state_spec(schedule, key_heads, heads, key_dim, value_dim)
+        state = [torch.zeros((1, *shape), dtype=dtype) for _, shape, dtype in spec]
+        zero, ends = torch.tensor([0]), torch.tensor([0, tokens])
+        advance(q, k, v, g, beta, state, zero, ends, zero, key_dim**-0.5, schedule)
+        digests += [mixsum(torch.cat([o.float().flatten(), state[0].flatten()]))]
+    return mixsum(np.array([half >> 64 ^ half & (1 << 64) - 1 for half in digests], np.uint64))
 
 
-def _check_slots(slots: np.ndarray, starts: np.ndarray, context: np.ndarray, count: int) -> None:
-    sequences = (len(starts) - 1,)
-    if (
-        slots.shape != sequences
-        or context.shape != sequences
-        or (context < 0).any()
-        or (slots < 0).any()
-        or (slots >= count).any()
-        or len(np.unique(slots)) != len(slots)
-    ):
-        raise _out_of_range(
-            f"slots {slots.tolist()[:9]}, context lengths {context.tolist()[:9]}",
-            f"{sequences[0]} distinct slots below {count}, as many lengths from 0",
-        )
+registry.register(
+    registry.Implementation(
+        region="gdn.core",
+        id="gdn.core.cpu.1",
+        platform="cpu",
+        constants={
+            "schedule": "contract",
+            "chunk": CHUNK,
+            "block": BLOCK,
+            "boundary_chained": "fp32",
+            "boundary_consumed": "chunk_row bf16, cpr fp32",
+            "g": "fp32",
+            "beta": "fp32",
+        },
+        modules=(
+            "samebits.ops.jit",
+            "samebits.ops.scalar",
+            "samebits.ops.vector",
+            "samebits.ops.gdn_scalar",
+            "samebits.ops.gdn",
+            "samebits.ops.gdn.cpu",
+        ),
+        probe=_probe,
+    )
+)

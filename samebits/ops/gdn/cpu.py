@@ -326,7 +326,8 @@ _KERNELS = {"chunk_row": _chunk_row, "cpr": _cpr}
 
 def _span(x: torch.Tensor) -> np.ndarray:
     """Flat memory of a state tensor of which only dim 0 is strided; bf16 as uint16 bits."""
-    reach = (x.shape[0] - 1) * x.stride(0) + x[0].numel()
+    slots, inner = x.shape[0], x.shape[1:].numel()
+    reach = (slots - 1) * x.stride(0) + inner if slots else 0
     return jit.as_numpy(x.detach().as_strided((reach,), (1,)))
 
 
