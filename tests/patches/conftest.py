@@ -1,3 +1,3 @@
-from toy_project import bare, project
+from toy_project import bare, project, templates
 
-__all__ = ["bare", "project"]
+__all__ = ["bare", "project", "templates"]

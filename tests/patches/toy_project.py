@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import tarfile
 from dataclasses import dataclass
@@ -131,10 +132,8 @@ def tree_of(sources: dict[str, str], folder: Path) -> str:
     return git.commit_all(folder, "sources")
 
 
-@pytest.fixture
-def bare(tmp_path: Path) -> Project:
-    """The upstream pinned, its sdist beside the project, no patch yet."""
-    root = tmp_path / "project"
+def make_bare(folder: Path) -> Project:
+    root = folder / "project"
     (root / "patches" / "toy" / "series").mkdir(parents=True)
     make_sdist(root / "toy-1.0.tar.gz", SOURCES)
     content = (root / "toy-1.0.tar.gz").read_bytes()
@@ -150,7 +149,7 @@ toy:
   commit: null  # kept comment
   license: MIT
   license_file: toy/LICENSE
-  tree: {tree_of(SOURCES, tmp_path / "plain")}
+  tree: {tree_of(SOURCES, folder / "plain")}
   trees: {{}}
 
 plain:
@@ -177,12 +176,30 @@ plain:
     return project
 
 
+@pytest.fixture(scope="session")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders that `bare` and `project` copy; made once, because git is slow to start."""
+    bare = make_bare(tmp_path_factory.mktemp("bare"))
+    patched = copied(bare.root, tmp_path_factory.mktemp("patched"))
+    patched.commit(SUBJECT, "toy/a.py", "line_9 = 9\n", "line_9 = 90\n")
+    assert patched.export("--record").code == 0
+    return {"bare": bare.root, "project": patched.root}
+
+
+def copied(template: Path, folder: Path) -> Project:
+    return Project(Path(shutil.copytree(template, folder / "project", symlinks=True)))
+
+
 @pytest.fixture
-def project(bare: Project) -> Project:
+def bare(templates: dict[str, Path], tmp_path: Path) -> Project:
+    """The upstream pinned, its sdist beside the project, no patch yet."""
+    return copied(templates["bare"], tmp_path)
+
+
+@pytest.fixture
+def project(templates: dict[str, Path], tmp_path: Path) -> Project:
     """As `bare`, with one patch exported and its tree recorded."""
-    bare.commit(SUBJECT, "toy/a.py", "line_9 = 9\n", "line_9 = 90\n")
-    assert bare.export("--record").code == 0
-    return bare
+    return copied(templates["project"], tmp_path)
 
 
 def run_git(folder: Path, *args: str) -> str:
