@@ -67,6 +67,7 @@ OPERATORS = (
     "conv1d",
     "l2_norm",
     "gdn_gate",
+    "gdn",
     "gated_rms_norm",
     "output_gate",
 )
