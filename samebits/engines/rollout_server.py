@@ -44,6 +44,7 @@ class Server:
             enable_prefix_caching=settings["prefix_caching"],
             enable_chunked_prefill=True,
             seed=settings["seed"],
+            mamba_ssm_cache_dtype="float32",  # of recurrent layers, where the model has some
             disable_log_stats=True,
         )
 
@@ -156,14 +157,21 @@ class Server:
 
 
 def _cache_bytes(settings: dict[str, Any]) -> int:
-    """Bytes of one rank's KV cache: two bf16 tensors per layer."""
+    """Bytes that one rank's pages need at most: two bf16 tensors per layer, or a recurrent state.
+
+    vLLM makes the pages of all layers equal, by whole blocks of tokens.
+    """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(settings["model"])
     heads = config.num_key_value_heads // settings["tensor_parallel_size"] or 1
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    slots = settings["kv_blocks"] * settings["block_size"]
-    return 2 * 2 * slots * heads * size * config.num_hidden_layers
+    page = 2 * 2 * settings["block_size"] * heads * size
+    if hasattr(config, "linear_num_key_heads"):
+        from samebits.hooks.vllm.gdn import state
+
+        page += state.page_bytes(config, settings["tensor_parallel_size"])
+    return page * settings["kv_blocks"] * config.num_hidden_layers
 
 
 def serve(pipe: Connection) -> None:

@@ -5,11 +5,17 @@ Evidence of a case depends on this package only when its contract binds `gdn.cor
 
 from __future__ import annotations
 
+from samebits import runtime
+
 
 def register() -> None:
-    """Name the hybrid model classes to vLLM, which imports them when a model asks for one."""
+    """Name the hybrid model class to vLLM, which imports it when a model asks for it."""
     from vllm.model_executor.models import ModelRegistry
 
     ModelRegistry.register_model(
         "Qwen3_5ForCausalLM", "samebits.hooks.vllm.gdn.model:Qwen3_5ForCausalLM"
     )
+    if runtime.aligned():
+        from samebits.hooks.vllm.gdn import norm
+
+        norm.register()

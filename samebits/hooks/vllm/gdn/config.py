@@ -17,7 +17,6 @@ HEAD_DIM = 128
 def check(vllm_config: VllmConfig) -> None:
     """Raise `Refused` (SB0501, SB0507, SB0516, SB0517) for what the GDN schedules do not cover."""
     text = vllm_config.model_config.hf_text_config
-    _check_tree()
     _check_layers(text)
     _check_state(vllm_config.cache_config)
     _check_ranks(vllm_config.parallel_config.tensor_parallel_size, text)
@@ -25,21 +24,6 @@ def check(vllm_config: VllmConfig) -> None:
 
 def _refuse(error_id: str, seen: str, required: str) -> None:
     raise Refused(error_id, seen=seen, required=required, hint=f"samebits explain {error_id}")
-
-
-def _check_tree() -> None:
-    """The dense series alone would leave the output gate native, in silence."""
-    from vllm.model_executor.models import qwen3_next
-
-    from samebits.hooks.vllm.config import HOOK
-
-    if not hasattr(qwen3_next, HOOK):
-        raise Refused(
-            "SB0513",
-            seen=f"{qwen3_next.__name__} without the project's patches ({qwen3_next.__file__})",
-            required="a vLLM tree with the series of a hybrid model applied",
-            hint="samebits patch apply vllm",
-        )
 
 
 def _check_layers(text) -> None:
