@@ -325,7 +325,7 @@ MUTATIONS = {
         "fma32(-lower[:, i, j, None], x[:, j - first], x[:, i - first])",
         "x[:, i - first] - lower[:, i, j, None] * x[:, j - first]",
     ),
-    "T in fp32": ("chunk_row", "t[:, first:last] = bf16(x)", "t[:, first:last] = x"),
+    "T in fp32": ("chunk_row", "chain(bf16(x), r)", "chain(x, r)"),
     "snapshot in fp32": ("chunk_row", "snapshot = bf16(h)", "snapshot = h"),
     "R contracted": (
         "chunk_row",
@@ -380,12 +380,28 @@ def mutated(old: str, new: str) -> dict:
     return names
 
 
+def echo(tokens: int):
+    """One key and value over and over: v - k h cancels, which lays bare the last bits of k h."""
+    q, k, v, g, beta = inputs("g0", tokens)
+    return q, k[:1].expand_as(k), v[:1].expand_as(v), g, beta
+
+
+# The cheapest first; in fp32 a moved rounding is one unit in the last place, and bf16 hides most.
+WITNESSES = (
+    lambda: inputs("n", gdn.CHUNK + 5),
+    lambda: echo(2 * gdn.CHUNK + 5),
+    lambda: inputs("corr", 3 * gdn.CHUNK + 5),
+    lambda: inputs("g0", 3 * gdn.CHUNK + 5),
+    lambda: inputs("n", 3 * gdn.CHUNK + 5),
+)
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_moved_rounding_shows(mutation):
     schedule, *change = MUTATIONS[mutation]
     changed = mutated(*change)["sequence"]
-    for name in ("n", "corr"):
-        operands = inputs(name, gdn.CHUNK + 5)
+    for make in WITNESSES:
+        operands = make()
         slots = Slots(schedule)
         o = slots.step({0: operands})
         other, boundary = changed(*operands, SCALE, schedule)

@@ -38,18 +38,21 @@ def log_decays(g: torch.Tensor) -> torch.Tensor:
 
 
 def inverse(lower: torch.Tensor) -> torch.Tensor:
-    """T = (I + L)^-1 [H, rows, rows] rounded to bf16, for strictly lower L, by blocks of rows."""
+    """X = (I + L)^-1 [H, rows, rows] for strictly lower L, by blocks of rows.
+
+    Rows of earlier blocks are read rounded to bf16 (as T), those of the same block in fp32.
+    """
     heads, rows, _ = lower.shape
-    t = torch.zeros(heads, rows, rows)
+    inverted = torch.zeros(heads, rows, rows)
     for first in range(0, rows, BLOCK):
         last = min(first + BLOCK, rows)
-        earlier = chain(bf16(lower[:, first:last, :first]), t[:, :first])
+        earlier = chain(bf16(lower[:, first:last, :first]), bf16(inverted[:, :first]))
         x = torch.eye(rows)[first:last] - earlier
         for i in range(first, last):
             for j in range(first, i):
                 x[:, i - first] = fma32(-lower[:, i, j, None], x[:, j - first], x[:, i - first])
-        t[:, first:last] = bf16(x)
-    return t
+        inverted[:, first:last] = x
+    return inverted
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Rows:
 
     gamma: torch.Tensor
     decay: torch.Tensor  # exp2(gamma_i - gamma_j), 0 above the diagonal
-    snapshot: torch.Tensor  # the boundary state as it is consumed [H, K, V]
+    snapshot: torch.Tensor  # the boundary state as it is consumed, [H, K, V]
+    x: torch.Tensor  # (I + L)^-1 in fp32; T is its rounding to bf16
     u: torch.Tensor
 
 
@@ -71,8 +75,9 @@ def chunk_rows(
     snapshot = bf16(h)
     seen = exp2(gamma)[..., None] * chain(k, snapshot)
     r = bf16(beta[..., None] * (v - seen))
-    u = bf16(chain(inverse(lower), r))
-    return Rows(gamma, decay, snapshot, u)
+    x = inverse(lower)
+    u = bf16(chain(bf16(x), r))
+    return Rows(gamma, decay, snapshot, x, u)
 
 
 def close(k: torch.Tensor, rows: Rows, h: torch.Tensor) -> torch.Tensor:
