@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -417,8 +418,8 @@ def test_an_unchanged_copy_of_the_law_is_green():
         assert same(copy(*operands, SCALE, schedule)[0], whole(schedule, operands))
 
 
-# Measured on the committed tables (README.md), with room for another draw of inputs.
-BOUNDS = {"n": 4e-3, "wide": 4e-3, "g0": 4.5e-3, "gneg": 3.5e-3, "mix": 4e-3, "corr": 1.2e-2}
+# README.md states what was measured; this leaves room for another draw of inputs.
+BOUNDS = {"n": 4e-3, "wide": 4e-3, "g0": 4.5e-3, "gneg": 3.5e-3, "mix": 4e-3, "corr": 2e-2}
 
 
 @each_schedule
@@ -426,6 +427,12 @@ BOUNDS = {"n": 4e-3, "wide": 4e-3, "g0": 4.5e-3, "gneg": 3.5e-3, "mix": 4e-3, "c
 def test_error_against_the_float64_recurrence(name, schedule):
     o, state = errors.forward_errors(name, schedule)
     assert 1e-3 < o < BOUNDS[name] and state < BOUNDS[name]
+
+
+@pytest.mark.slow
+def test_the_readme_states_the_measured_errors():
+    page = Path(gdn.__file__).with_name("README.md").read_text()
+    assert errors.tables() in page
 
 
 @each_schedule
