@@ -7,6 +7,15 @@ import tempfile
 from pathlib import Path
 
 
+def move_aside(path: Path, why: str) -> Path:
+    """Rename a file or folder to the first free `<name>.<why>-N`."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.{why}-{number}")).exists():
+        number += 1
+    path.rename(target)
+    return target
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Write `data` beside `path`, flush it to disk, and move it into place."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".draft.", delete=False) as file:

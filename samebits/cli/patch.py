@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from samebits.errors import Refused
+from samebits.cli.output import show_rows
+from samebits.errors import Refused, SamebitsError, word
 from samebits.patching import branches as branching
 from samebits.patching import check as checking
 from samebits.patching import export as exporting
@@ -17,10 +18,22 @@ from samebits.patching import pins, trees
 from samebits.patching.series import Series
 from samebits.patching.workspace import Workspace
 
+
+class _Rooted(TyperGroup):
+    """Hints of a run with `--root` name that root, too: without it they would work on another."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SamebitsError as error:
+            if ctx.obj is not None:
+                option = f"samebits patch --root {word(ctx.obj)} "
+                error.hint = error.hint.replace("samebits patch ", option)
+            raise
+
+
 app = typer.Typer(
-    no_args_is_help=True,
-    help="Patched upstream trees. Exit codes: 0 done or equal, 1 different, 2 bad input or "
-    "refused, 3 stale, 4 internal error, 130 interrupted.",
+    cls=_Rooted, no_args_is_help=True, help="Patch series on the pinned upstreams, and their trees."
 )
 
 Upstreams = Annotated[
@@ -85,7 +98,7 @@ def apply(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Fetch the pinned sources and build the patched trees; prints their paths."""
+    """Fetch the pinned sources, build the patched trees, print their paths."""
     workspace = _workspace(context)
     chosen = _selected(workspace, upstreams)
     if (source or checkout) and len(chosen) != 1:
@@ -104,7 +117,7 @@ def apply(
         for name in model or Series(workspace, pin.name).models:
             folder = trees.build(workspace, pin, name, given=source, checkout=checkout, clean=clean)
             rows.append({"upstream": pin.name, "model": name, "path": workspace.show(folder)})
-    _print(rows, as_json, lambda row: f"{row['upstream']} {row['model'] or '-'} {row['path']}")
+    show_rows(rows, as_json, lambda row: f"{row['upstream']} {row['model'] or '-'} {row['path']}")
 
 
 @app.command()
@@ -131,7 +144,10 @@ def export(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Turn the commits of a tree into patch files; without --write, only say what differs."""
+    """Turn the commits of a tree into patch files.
+
+    Without --write it only says what differs.
+    """
     workspace = _workspace(context)
     (pin,) = _selected(workspace, [upstream])
     rows: list[dict] = []
@@ -143,7 +159,7 @@ def export(
     if record:
         made = exporting.record(workspace, pin)
         rows += [{"model": name, "tree": tree} for name, tree in made.items()]
-    _print(rows, as_json, lambda row: " ".join(row.values()))
+    show_rows(rows, as_json, lambda row: " ".join(row.values()))
 
 
 @app.command()
@@ -152,11 +168,11 @@ def check(
     upstreams: Upstreams = None,
     as_json: Json = False,
 ) -> None:
-    """Check lists, headers, blob ids, re-export and tree ids; prints what is wrong."""
+    """Check lists, headers, blob ids, re-export and tree ids."""
     workspace = _workspace(context)
     found = [f for pin in _selected(workspace, upstreams) for f in checking.check(workspace, pin)]
     _print_findings(found, as_json)
-    checking.raise_for(found, "samebits patch check --json")
+    checking.raise_for(workspace, found)
 
 
 @app.command()
@@ -172,7 +188,7 @@ def drift(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Which patches still apply to another release of the upstream, and why others do not."""
+    """Say which patches still apply to another release, and why others do not."""
     workspace = _workspace(context)
     (pin,) = _selected(workspace, [upstream])
     found = checking.drift(workspace, pin, against, model)
@@ -181,27 +197,20 @@ def drift(
     names = series.of(model) if model else series.order
     clean = [checking.Finding(upstream, n, checking.APPLIES, "") for n in names if n not in touched]
     _print_findings(found + clean, as_json)
-    checking.raise_for_drift(found, f"samebits patch apply {upstream} --edit")
+    checking.raise_for_drift(workspace, found)
 
 
 @app.command()
 def branches(context: typer.Context, model: Models = None, as_json: Json = False) -> None:
-    """Write build/branches.git: for each upstream and model the snapshot and the changes."""
+    """Write build/branches.git: a snapshot and its changes, per model."""
     workspace = _workspace(context)
     rows = []
     for pin in pins.patched(workspace):
         for name in model or Series(workspace, pin.name).models:
             rows.append(asdict(branching.write(workspace, pin, name)))
-    _print(rows, as_json, lambda row: f"{row['name']} {row['snapshot']} {row['changes']}")
+    show_rows(rows, as_json, lambda row: f"{row['name']} {row['snapshot']} {row['changes']}")
 
 
 def _print_findings(found: list[checking.Finding], as_json: bool) -> None:
-    _print([f.as_row() for f in found], as_json, lambda row: "  ".join(filter(None, row.values())))
-
-
-def _print(rows: list[dict], as_json: bool, line) -> None:
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    for row in rows:
-        typer.echo(line(row))
+    rows = [f.as_row() for f in found]
+    show_rows(rows, as_json, lambda row: "  ".join(filter(None, row.values())))

@@ -13,7 +13,9 @@ programming error. Exit codes, the same for every command:
 from __future__ import annotations
 
 import functools
+import shlex
 from importlib import resources
+from pathlib import Path
 
 import yaml
 
@@ -37,6 +39,17 @@ def catalog() -> dict[str, dict[str, str]]:
                 raise RuntimeError(f"error id {key} is listed twice ({entry.name})")
             merged[key] = record
     return merged
+
+
+def word(value: object) -> str:
+    """`value` as one word of a hint: quoted where a shell needs it; a path as the current folder
+    sees it, relative inside of it and absolute elsewhere."""
+    text = str(value)
+    if isinstance(value, Path):
+        here, path = Path.cwd(), value.absolute()
+        text = str(path.relative_to(here) if path.is_relative_to(here) else path)
+        text = f"./{text}" if text.startswith("-") else text
+    return shlex.quote(text)
 
 
 class SamebitsError(Exception):

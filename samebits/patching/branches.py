@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from samebits.errors import Refused
-from samebits.patching import fetch, git, trees
+from samebits.errors import Refused, word
+from samebits.patching import git, trees
 from samebits.patching.pins import Pin
 from samebits.patching.series import Series
 from samebits.patching.workspace import Workspace
@@ -40,7 +40,7 @@ def write(workspace: Workspace, pin: Pin, model: str) -> Branch:
     source = trees.build(workspace, pin, model)
     target = repository(workspace)
     name = f"{pin.name}/{model}"
-    with workspace.lock("branches"), fetch.disk_space(workspace):
+    with workspace.lock("branches"), workspace.writing():
         if not target.exists():
             target.mkdir(parents=True)
             git.run(target, "init", "-q", "--bare")
@@ -88,5 +88,5 @@ def _refuse_foreign(workspace: Workspace, target: Path, name: str) -> None:
             "SB0121",
             seen=f"{workspace.show(target)} has {len(ours)} commits on {name}",
             required="the two commits that this command writes",
-            hint=f"git -C {workspace.show(target)} branch -m {name} kept/{name}",
+            hint=f"git -C {word(target)} branch -m {word(name)} {word(f'kept/{name}')}",
         )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from samebits.errors import Different, NotObserved, Refused
+from samebits.errors import Different, NotObserved, Refused, word
 from samebits.patching import export, fetch, git, index, trees
 from samebits.patching.header import Patch, lint
 from samebits.patching.pins import Pin
@@ -40,6 +40,7 @@ _DIFFERENT = {
     "tree-differs": "SB0113",
     "index-differs": "SB0116",
 }
+_STALE = {"proof-stale": "SB0122"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _header_findings(
 def _scratch(workspace: Workspace, pin: Pin) -> Iterator[Path]:
     with (
         workspace.lock(pin.name),
-        fetch.disk_space(workspace),
+        workspace.writing(),
         trees.scratch(workspace, pin.name) as parent,
     ):
         yield parent / "tree"
@@ -131,25 +132,29 @@ def _apply_findings(pin: Pin, series: Series, work: Path) -> list[Finding]:
     return found
 
 
-def raise_for(findings: list[Finding], command: str) -> None:
+def _remedy(workspace: Workspace, finding: Finding) -> str:
+    """The command that repairs a finding, or shows what has to be repaired."""
+    upstream = finding.upstream
+    if finding.reason == "index-differs":
+        return f"python {word(workspace.root / 'scripts' / 'patch_index.py')} --write"
+    if finding.reason == "tree-differs":
+        return f"samebits patch export {upstream} --record"
+    if finding.reason in ("header-invalid", "proof-stale"):
+        return f"samebits patch apply {upstream} --edit"
+    return f"git -C {word(workspace.root)} diff {word(f'patches/{upstream}')}"
+
+
+def raise_for(workspace: Workspace, findings: list[Finding]) -> None:
     """Bad input before difference before staleness; nothing when nothing was found."""
-    for kinds, error in ((_BAD_INPUT, Refused), (_DIFFERENT, Different)):
+    for kinds, error in ((_BAD_INPUT, Refused), (_DIFFERENT, Different), (_STALE, NotObserved)):
         hits = [finding for finding in findings if finding.reason in kinds]
         if hits:
             raise error(
                 kinds[hits[0].reason],
                 seen=f"{len(hits)} finding(s), first: {hits[0].patch} {hits[0].detail}",
                 required="none",
-                hint=command,
+                hint=_remedy(workspace, hits[0]),
             )
-    stale = [finding for finding in findings if finding.reason == "proof-stale"]
-    if stale:
-        raise NotObserved(
-            "SB0122",
-            seen=f"{len(stale)} finding(s), first: {stale[0].patch}: {stale[0].detail}",
-            required="the test that each patch names",
-            hint=command,
-        )
 
 
 # --- against another release ----------------------------------------------------------------
@@ -230,13 +235,13 @@ def _unpack(sdist: Path, work: Path) -> None:
         trees.unpack(sdist, work)
     except (tarfile.TarError, EOFError) as error:
         raise Refused(
-            "SB0105", seen=f"{sdist}: {error}", required="an sdist", hint=f"tar tzf {sdist}"
+            "SB0105", seen=f"{sdist}: {error}", required="an sdist", hint=f"tar tzf {word(sdist)}"
         ) from None
 
 
 def _other_release(workspace: Workspace, pin: Pin, version: str) -> Path:
     """The sdist of another version, checked against the hash that the index names."""
-    command = f"samebits patch drift {pin.name} --against {version}"
+    command = f"samebits patch drift {pin.name} --against {word(version)}"
     with workspace.lock(f"sdist-{pin.name}"):
         offered = fetch.find(pin.distribution, version)
         target = workspace.build / "sdist" / offered.filename
@@ -258,7 +263,7 @@ def _other_release(workspace: Workspace, pin: Pin, version: str) -> Path:
         return target
 
 
-def raise_for_drift(findings: list[Finding], command: str) -> None:
+def raise_for_drift(workspace: Workspace, findings: list[Finding]) -> None:
     """Different where any patch needs work; a header or proof problem as in `raise_for`."""
     moved = [f for f in findings if f.patch and f.reason not in ("header-invalid", "proof-stale")]
     if moved:
@@ -266,6 +271,6 @@ def raise_for_drift(findings: list[Finding], command: str) -> None:
             "SB0120",
             seen=f"{len(moved)} patch(es), first: {moved[0].patch}: {moved[0].reason}",
             required="every patch on the very file it was made for",
-            hint=command,
+            hint=f"samebits patch apply {moved[0].upstream} --edit",
         )
-    raise_for(findings, command)
+    raise_for(workspace, findings)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from samebits import files
-from samebits.errors import Different, Refused
+from samebits.errors import Different, Refused, word
 from samebits.patching import git, index, pins, trees
 from samebits.patching.header import Patch, lint, slug
 from samebits.patching.pins import Pin
@@ -39,7 +39,7 @@ FORMAT = (
 
 def patches_of(pin: Pin, tree: Path) -> list[Patch]:
     """The commits after the snapshot of `tree`, oldest first, as patch files."""
-    hint = f"git -C {tree} status"
+    hint = f"git -C {word(tree)} status"
     try:
         dirty = git.edits(tree)
         root = trees.root_commit(tree)
@@ -49,8 +49,8 @@ def patches_of(pin: Pin, tree: Path) -> list[Patch]:
         raise Refused(
             "SB0118",
             seen=f"{tree}: {error.message}",
-            required=f"a git tree made by `samebits patch apply {pin.name} --edit`",
-            hint=hint,
+            required="a git tree that begins with the pinned snapshot",
+            hint=f"samebits patch apply {pin.name} --edit",
         ) from None
     problem = None
     if dirty:
@@ -76,7 +76,7 @@ def patches_of(pin: Pin, tree: Path) -> list[Patch]:
                 "SB0118",
                 seen=f"two commits are called `{patch.subject}`",
                 required="one subject for each commit",
-                hint=f"git -C {tree} log --oneline",
+                hint=f"git -C {word(tree)} log --oneline",
             )
         found.append(patch)
     return found
@@ -127,9 +127,11 @@ def export(
     Different, without `write`, where the files are not what the commits say.
     """
     series = Series(workspace, pin.name)
-    with workspace.lock(pin.name):
+    for model in models or []:
+        series.check_name(model)
+    with workspace.lock(pin.name), workspace.writing():
         patches = patches_of(pin, tree)
-        refuse_bad_headers(pin, patches, f"git -C {workspace.show(tree)} log")
+        refuse_bad_headers(pin, patches, f"git -C {word(tree)} log")
         names = [patch.name for patch in patches]
         result = Export(dropped=[n for n in series.order if n not in names])
         lost = [name for name in result.dropped if name not in (drop or [])]
@@ -139,7 +141,7 @@ def export(
                 seen=f"{workspace.show(tree)} has no commit for {', '.join(lost)}",
                 required="a commit for each patch of order",
                 hint=f"samebits patch export {pin.name} --write "
-                + " ".join(f"--drop {name}" for name in lost),
+                + " ".join(f"--drop {word(name)}" for name in lost),
             )
         for patch in patches:
             path = series.folder / patch.name
@@ -188,16 +190,20 @@ def record(workspace: Workspace, pin: Pin) -> dict[str, str]:
     series = Series(workspace, pin.name)
     series.patches()
     made: dict[str, str] = {}
-    with workspace.lock(pin.name), trees.scratch(workspace, pin.name) as parent:
+    with (
+        workspace.lock(pin.name),
+        workspace.writing(),
+        trees.scratch(workspace, pin.name) as parent,
+    ):
         work = parent / "tree"
         trees.snapshot(workspace, pin, work)
         root = trees.root_commit(work)
         for model in series.models:
             git.run(work, "checkout", "-q", "--detach", root)
             for patch in series.patches(model):
-                trees.apply_patch(work, pin.name, patch)
+                trees.apply_patch(workspace, work, pin.name, patch)
             made[model] = trees.head_tree(work)
-    with workspace.lock("pins"):
+    with workspace.lock("pins"), workspace.writing():
         for model, tree in made.items():
             pins.record_tree(workspace, pin.name, model, tree)
     return made

@@ -7,8 +7,6 @@ continues a `.part` file. It is used only after its size and sha256 agree with t
 from __future__ import annotations
 
 import ast
-import contextlib
-import errno
 import hashlib
 import os
 import re
@@ -17,32 +15,16 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samebits import files
 from samebits.errors import Refused
 from samebits.patching.pins import Pin
 from samebits.patching.workspace import Workspace
 
 ATTEMPTS = 4
-
-
-@contextlib.contextmanager
-def disk_space(workspace: Workspace) -> Iterator[None]:
-    """Turn `no space left` into a refusal with an id."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise Refused(
-            "SB0107",
-            seen=str(error),
-            required="about 1 GB free under build/",
-            hint=f"df -h {workspace.root}",
-        ) from error
 
 
 def sha256(path: Path) -> str:
@@ -69,20 +51,32 @@ def check_file(workspace: Workspace, path: Path, pin: Pin, hint: str) -> None:
     )
 
 
+def check_given(workspace: Workspace, given: Path, pin: Pin) -> None:
+    """Refuse a file that a user passed unless it is the pinned sdist."""
+    hint = f"samebits patch apply {pin.name}"  # fetches the right one
+    if not given.is_file():
+        raise Refused("SB0105", seen=f"{given} is no file", required=pin.sdist, hint=hint)
+    check_file(workspace, given, pin, hint)
+
+
 def sdist(workspace: Workspace, pin: Pin, given: Path | None = None) -> Path:
-    """The verified sdist in `build/sdist/`, copied from `given` or fetched where it is missing."""
+    """The verified sdist in `build/sdist/`, copied from `given` or fetched where it is missing.
+
+    A bad file there is moved aside first; nothing is deleted.
+    """
     target = workspace.build / "sdist" / pin.sdist
-    command = f"samebits patch apply {pin.name}"
-    with workspace.lock(f"sdist-{pin.name}"), disk_space(workspace):
+    other = f"samebits patch apply {pin.name} --from FILE"
+    with workspace.lock(f"sdist-{pin.name}"), workspace.writing():
         if given is not None:
-            if not given.is_file():
-                raise Refused(
-                    "SB0105", seen=f"{given} is no file", required=pin.sdist, hint=command
-                )
-            check_file(workspace, given, pin, command)
+            check_given(workspace, given, pin)
         if target.exists():
-            check_file(workspace, target, pin, f"rm {workspace.show(target)}")
-            return target
+            try:
+                check_file(workspace, target, pin, other)
+            except Refused as refused:
+                aside = workspace.show(files.move_aside(target, "bad"))
+                print(f"{refused.seen}: moved to {aside}", file=sys.stderr)
+            else:
+                return target
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(target.name + ".part")
         if given is not None:
@@ -95,9 +89,9 @@ def sdist(workspace: Workspace, pin: Pin, given: Path | None = None) -> Path:
             part.replace(target)
             return target
         found = find(pin.distribution, pin.version, filename=pin.sdist)
-        download(workspace, found, part, pin.size, command)
+        download(workspace, found, part, pin.size, f"samebits patch apply {pin.name}")
         try:
-            check_file(workspace, part, pin, command)
+            check_file(workspace, part, pin, other)
         except Refused:
             part.unlink()  # whole, and wrong: continuing it can only fail again
             raise

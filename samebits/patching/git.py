@@ -6,7 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from samebits.errors import Refused
+from samebits.errors import Refused, word
 
 NAME, EMAIL, DATE = "samebits", "samebits@localhost", "2000-01-01T00:00:00+0000"
 # Bytes in the archive are bytes in the tree: no line-end, keyword or filter conversion, and diffs
@@ -94,7 +94,7 @@ def run(folder: Path, *args: str, stdin: bytes | None = None) -> bytes:
             "SB0103",
             seen=text,
             required=f"`git {args[0]}` to succeed",
-            hint=f"git -C {folder} status",
+            hint=f"git -C {word(folder)} status",
         )
     return done.stdout
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from samebits import files
-from samebits.errors import Refused
+from samebits.errors import Refused, word
 from samebits.patching.workspace import Workspace
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -42,8 +42,8 @@ class Pin:
     trees: dict[str, str | None] | None = None
 
 
-def _bad(seen: str, required: str) -> Refused:
-    return Refused("SB0101", seen=seen, required=required, hint="git diff patches/pins.yaml")
+class _Bad(Exception):
+    """What is wrong with the file: seen, required."""
 
 
 def _pin(name: str, entry: Any) -> Pin:
@@ -51,7 +51,7 @@ def _pin(name: str, entry: Any) -> Pin:
     needed = known - {"license_file", "trees"}
     if not isinstance(entry, dict) or set(entry) - known or needed - set(entry):
         keys = set(entry) if isinstance(entry, dict) else set()
-        raise _bad(
+        raise _Bad(
             f"{name}: unknown {sorted(keys - known)}, missing {sorted(needed - keys)}",
             f"the fields {sorted(needed)}",
         )
@@ -59,7 +59,7 @@ def _pin(name: str, entry: Any) -> Pin:
         key: None if value == "null" else value for key, value in entry.items()
     }
     if not re.fullmatch(r"[1-9][0-9]*", str(plain["size"])):
-        raise _bad(f"{name}.size: {plain['size']}", "a number of bytes")
+        raise _Bad(f"{name}.size: {plain['size']}", "a number of bytes")
     plain["size"] = int(plain["size"])
     if "trees" in plain:
         plain["trees"] = {m: None if t == "null" else t for m, t in (plain["trees"] or {}).items()}
@@ -69,24 +69,44 @@ def _pin(name: str, entry: Any) -> Pin:
         ids["commit"] = pin.commit
     for key, value in ids.items():
         if not isinstance(value, str) or not _GIT_ID.fullmatch(value):
-            raise _bad(f"{name}.{key}: {value}", "40 hexadecimal digits")
+            raise _Bad(f"{name}.{key}: {value}", "40 hexadecimal digits")
     if not isinstance(pin.sha256, str) or not _SHA256.fullmatch(pin.sha256):
-        raise _bad(f"{name}.sha256: {pin.sha256}", "64 hexadecimal digits")
+        raise _Bad(f"{name}.sha256: {pin.sha256}", "64 hexadecimal digits")
     if Path(pin.sdist).name != pin.sdist or not pin.sdist.endswith(".tar.gz"):
-        raise _bad(f"{name}.sdist: {pin.sdist}", "the name of a .tar.gz file")
+        raise _Bad(f"{name}.sdist: {pin.sdist}", "the name of a .tar.gz file")
     return pin
 
 
 def load(workspace: Workspace) -> dict[str, Pin]:
     """All pins by upstream name, in file order."""
     path = workspace.patches / "pins.yaml"
+    if not path.is_file():
+        raise Refused(
+            "SB0124",
+            seen=f"{workspace.root} has no patches/pins.yaml",
+            required="a checkout of the project",
+            hint="samebits patch --help",
+        )
+    try:
+        return _parsed(path)
+    except _Bad as bad:
+        seen, required = bad.args
+        raise Refused(
+            "SB0101",
+            seen=seen,
+            required=required,
+            hint=f"git -C {word(workspace.root)} diff patches/pins.yaml",
+        ) from None
+
+
+def _parsed(path: Path) -> dict[str, Pin]:
     try:
         # Every value stays text: an id made of digits, or of digits around an e, is no number.
         content = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
     except (OSError, yaml.YAMLError) as error:
-        raise _bad(f"{path.name}: {error}", "a readable YAML file") from error
+        raise _Bad(f"{path.name}: {error}", "a readable YAML file") from error
     if not isinstance(content, dict):
-        raise _bad(f"{path.name} is no mapping", "one entry per upstream")
+        raise _Bad(f"{path.name} is no mapping", "one entry per upstream")
     return {name: _pin(name, entry) for name, entry in content.items()}
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from samebits.errors import Refused
+from samebits.errors import Refused, word
 from samebits.files import write_atomic
 from samebits.patching.header import Patch
 from samebits.patching.workspace import Workspace
@@ -56,14 +57,25 @@ class Series:
             return []
         return sorted(p.name for p in folder.iterdir() if p.is_file() and p.name[0] != ".")
 
+    def check_name(self, model: str) -> None:
+        """Refuse a model name that could not be the name of a file in `series/`."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", model):
+            raise Refused(
+                "SB0102",
+                seen=f"model {model!r}",
+                required="letters, digits, dots, hyphens and underscores",
+                hint=f"ls {word(self.folder / 'series')}",
+            )
+
     def of(self, model: str) -> list[str]:
         """Patch names of `model`, in order."""
+        self.check_name(model)
         if model not in self.models:
             raise Refused(
                 "SB0102",
                 seen=f"model {model} has no patches/{self.upstream}/series/{model}",
                 required=f"one of: {', '.join(self.models) or 'none yet'}",
-                hint=f"touch patches/{self.upstream}/series/{model}",
+                hint=f"ls {word(self.folder / 'series')}",
             )
         return read_list(self.folder / "series" / model)
 
@@ -78,13 +90,13 @@ class Series:
 
     def patches(self, model: str | None = None) -> list[Patch]:
         """Patches of `model` (of the whole order without one); refuses lists that do not fit."""
-        problems = self.problems()
+        problems, where = self.problems(), f"patches/{self.upstream}"
         if problems:
             raise Refused(
                 "SB0110",
                 seen="; ".join(problems),
                 required="order, series and files that name the same patches in the same order",
-                hint=f"samebits patch check {self.upstream}",
+                hint=f"git -C {word(self.workspace.root)} status {word(where)}",
             )
         return [self.patch(name) for name in (self.order if model is None else self.of(model))]
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from samebits import files
-from samebits.errors import Different, Refused
+from samebits.errors import Different, Refused, word
 from samebits.patching import fetch, git, pins
 from samebits.patching.header import Patch
 from samebits.patching.pins import Pin
@@ -43,7 +43,7 @@ def unpack(sdist: Path, folder: Path) -> None:
                 "SB0105",
                 seen=f"{sdist.name} holds {len(tops)} top entries",
                 required="one top folder",
-                hint=f"tar tzf {sdist}",
+                hint=f"tar tzf {word(sdist)}",
             )
         tops[0].rename(folder)
 
@@ -68,7 +68,7 @@ def snapshot(workspace: Workspace, pin: Pin, folder: Path, given: Path | None = 
             "SB0101",
             seen=f"{pin.sdist} unpacks to tree {tree}",
             required=f"tree {pin.tree}",
-            hint="git diff patches/pins.yaml",
+            hint=f"git -C {word(workspace.root)} diff patches/pins.yaml",
         )
 
 
@@ -89,7 +89,7 @@ def snapshot_checkout(
             "SB0119",
             seen=f"{checkout}: {error.message.splitlines()[0]}",
             required="a git checkout",
-            hint=f"git clone --branch {pin.tag} {pin.repository}",
+            hint=f"git clone --branch {word(pin.tag)} {word(pin.repository)}",
         ) from None
     wrong = [
         f"{path} is {found or 'absent'}, not {wanted or 'absent'}"
@@ -103,7 +103,7 @@ def snapshot_checkout(
             "SB0119",
             seen=f"commit {commit[:12]}: " + "; ".join(wrong),
             required=f"the sources of {pin.tag}",
-            hint=f"git -C {checkout} checkout {pin.tag}",
+            hint=f"git -C {word(checkout)} checkout {word(pin.tag)}",
         )
     return commit
 
@@ -149,7 +149,7 @@ def try_patch(folder: Path, patch: Patch) -> tuple[str, str] | None:
     return None
 
 
-def apply_patch(folder: Path, upstream: str, patch: Patch) -> None:
+def apply_patch(workspace: Workspace, folder: Path, upstream: str, patch: Patch) -> None:
     """Commit one patch on HEAD; refuses where the blobs before or after are not those it names."""
     if failure := try_patch(folder, patch):
         reason, detail = failure
@@ -160,7 +160,7 @@ def apply_patch(folder: Path, upstream: str, patch: Patch) -> None:
             required="the blob at this place of the series"
             if moved
             else "a patch as `samebits patch export` wrote it",
-            hint=f"samebits patch check {upstream}",
+            hint=f"git -C {word(workspace.root)} diff {word(f'patches/{upstream}')}",
         )
 
 
@@ -203,7 +203,9 @@ def build(
     series = Series(workspace, pin.name)
     patches = series.patches(model)
     recorded = (pin.trees or {}).get(model)
-    with workspace.lock(pin.name), fetch.disk_space(workspace):
+    with workspace.lock(pin.name), workspace.writing():
+        if given is not None:  # before a tree is reused: the file may be another one
+            fetch.check_given(workspace, given, pin)
         if recorded and checkout is None and not clean:
             target = tree_folder(workspace, pin.name, recorded)
             if target.exists() and _current(workspace, pin.name, recorded, model, patches):
@@ -219,7 +221,7 @@ def build(
                 snapshot(workspace, pin, work, given)
             before = head_tree(work)
             for patch in patches:
-                apply_patch(work, pin.name, patch)
+                apply_patch(workspace, work, pin.name, patch)
             tree = head_tree(work)
             if recorded and checkout is None and tree != recorded:
                 raise Different(
@@ -283,9 +285,13 @@ def _record_path(workspace: Workspace, upstream: str, tree: str) -> Path:
 
 
 def read_record(workspace: Workspace, upstream: str, tree: str) -> dict | None:
-    """What a tree was built from, or None where it was not built here."""
-    path = _record_path(workspace, upstream, tree)
-    return json.loads(path.read_text()) if path.is_file() else None
+    """What a tree was built from, or None where no whole record says so."""
+    try:
+        record = json.loads(_record_path(workspace, upstream, tree).read_text())
+    except (FileNotFoundError, ValueError):  # of a tree never built here, or cut short
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("models"), dict)
+    return record if whole and "source" in record else None
 
 
 def _write_record(workspace: Workspace, upstream: str, tree: str, record: dict, model: str) -> None:
@@ -325,20 +331,12 @@ def verify(workspace: Workspace, upstream: str, model: str, folder: Path) -> Non
         )
 
 
-def move_aside(folder: Path) -> Path:
-    """Rename a folder to the first free `<name>.edited-N`."""
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.edited-{number}")).exists():
-        number += 1
-    folder.rename(target)
-    return target
-
-
 def _move_aside_if_edited(workspace: Workspace, folder: Path) -> None:
     try:
         verify(workspace, folder.parent.name, "-", folder)
     except Refused:
-        print(f"moved the edited tree to {workspace.show(move_aside(folder))}", file=sys.stderr)
+        aside = workspace.show(files.move_aside(folder, "edited"))
+        print(f"moved the edited tree to {aside}", file=sys.stderr)
     else:
         shutil.rmtree(folder)
 
@@ -362,12 +360,13 @@ def tree_path(upstream: str, model: str, workspace: Workspace | None = None) -> 
             hint=f"samebits patch export {upstream} --record",
         )
     digest = series_digest(patches)
-    records = (workspace.build / upstream).glob("*.json")
-    for record in sorted(records, key=lambda path: (path.stem != recorded, path.stem)):
-        content = json.loads(record.read_text())
-        fits = content["models"].get(model) == digest
-        if fits and (record.stem == recorded or content["source"] == "checkout"):
-            folder = tree_folder(workspace, upstream, record.stem)
+    built = [path.stem for path in (workspace.build / upstream).glob("*.json")]
+    for tree in sorted(built, key=lambda tree: (tree != recorded, tree)):
+        record = read_record(workspace, upstream, tree)
+        if record is None or record["models"].get(model) != digest:
+            continue
+        if tree == recorded or record["source"] == "checkout":
+            folder = tree_folder(workspace, upstream, tree)
             if folder.is_dir():
                 verify(workspace, upstream, model, folder)
                 return folder
@@ -410,16 +409,18 @@ def build_edit(
     """
     folder = edit_folder(workspace, pin.name)
     patches = Series(workspace, pin.name).patches()
-    with workspace.lock(pin.name), fetch.disk_space(workspace):
+    with workspace.lock(pin.name), workspace.writing():
+        if given is not None:
+            fetch.check_given(workspace, given, pin)
         if folder.exists():
             if not clean:
                 return folder
-            move_aside(folder)
+            files.move_aside(folder, "edited")
         with scratch(workspace, pin.name) as parent:
             work = parent / "tree"
             snapshot(workspace, pin, work, given)
             for patch in patches:
-                apply_patch(work, pin.name, patch)
+                apply_patch(workspace, work, pin.name, patch)
             git.run(work, "tag", "-f", EXPORTED)
             folder.parent.mkdir(parents=True, exist_ok=True)
             work.rename(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from samebits.errors import Refused
+from samebits.errors import Refused, word
 
 LOCK_WAIT_SECONDS = 900
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Workspace:
             if (folder / "patches" / "pins.yaml").is_file():
                 return cls(folder)
         raise Refused(
-            "SB0101",
+            "SB0124",
             seen=f"no patches/pins.yaml beside the package or above {here}",
             required="a checkout of the project",
             hint="samebits patch --root CHECKOUT check",
@@ -50,23 +52,46 @@ class Workspace:
         return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
     @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn a full or read-only disk into a refusal with an id."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise Refused(
+                    "SB0107",
+                    seen=str(error),
+                    required="about 1 GB free under build/",
+                    hint=f"df -h {word(self.root)}",
+                ) from error
+            if error.errno in _READ_ONLY:
+                raise Refused(
+                    "SB0123",
+                    seen=str(error),
+                    required=f"{self.root} and its build/ writable for this user",
+                    hint=f"git clone {word(self.root)} {word(f'{self.root.name}-writable')}",
+                ) from error
+            raise
+
+    @contextlib.contextmanager
     def lock(self, name: str, wait_seconds: float = LOCK_WAIT_SECONDS) -> Iterator[None]:
         """Hold the lock `name` of this folder; says so when another run holds it."""
         folder = self.build / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / f"{name}.lock")
         try:
-            try:
-                lock.acquire(timeout=0.1)
-            except Timeout:
-                print(f"waiting for another run that works on {name}", file=sys.stderr)
-                lock.acquire(timeout=wait_seconds)
+            with self.writing():
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    lock.acquire(timeout=0.1)
+                except Timeout:
+                    print(f"waiting for another run that works on {name}", file=sys.stderr)
+                    lock.acquire(timeout=wait_seconds)
         except Timeout:
             raise Refused(
                 "SB0108",
                 seen=f"{self.show(folder / f'{name}.lock')} is held for {wait_seconds:g} s",
                 required="one run at a time",
-                hint=f"fuser {self.show(folder / f'{name}.lock')}",
+                hint=f"fuser {word(folder / f'{name}.lock')}",
             ) from None
         try:
             yield

@@ -44,7 +44,7 @@ def prepare(recipe: Recipe, workspace: Workspace | None = None, wheel: Path | No
     workspace = workspace or Workspace.find()
     target = workspace.build / "models" / recipe.case
     wanted = {"format": _FORMAT, "model": recipe.data["model"]}
-    with workspace.lock(f"model-{recipe.case}"), fetch.disk_space(workspace):
+    with workspace.lock(f"model-{recipe.case}"), workspace.writing():
         if target.exists():
             marker = _verified_marker(workspace, target)
             if {key: marker.get(key) for key in wanted} == wanted:

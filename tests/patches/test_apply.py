@@ -1,8 +1,11 @@
 """`samebits patch apply`, and the trees that engines run from."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from toy_project import PATCH, SOURCES, SUBJECT, Project, make_sdist, run_git, user_git
@@ -65,10 +68,13 @@ def test_edited_tree_is_refused_and_kept(project: Project, path: str, content: s
     (tree / path).write_text(content)
     with pytest.raises(Refused) as caught:
         trees.tree_path("toy", "small", project.workspace)
-    for error in (caught.value, project.run("apply", "toy").error):
-        assert error.error_id == "SB0114"
+    rooted = f"samebits patch --root {project.root} apply toy --model small --clean"
+    for error, hint in (
+        (caught.value, "samebits patch apply toy --model small --clean"),
+        (project.run("apply", "toy").error, rooted),
+    ):
+        assert (error.error_id, error.hint) == ("SB0114", hint)
         assert path in error.seen
-        assert error.hint == "samebits patch apply toy --model small --clean"
     assert (tree / path).read_text() == content
 
 
@@ -140,6 +146,85 @@ def test_tree_that_is_not_the_recorded_one(project: Project):
 def test_unknown_names(project: Project, args):
     done = project.run("apply", *args)
     assert (done.code, done.error_id) == (2, "SB0102")
+    assert "touch" not in done.error.hint  # a misspelt name must not become a series
+
+
+def test_a_wrong_sdist_is_refused_though_the_tree_is_there(project: Project, tmp_path):
+    project.tree()
+    wrong = tmp_path / "wrong.tar.gz"
+    wrong.write_bytes(b"x" * project.sdist.stat().st_size)
+    for more in ((), ("--edit",), ("--edit",)):
+        done = project.run("apply", "toy", "--from", wrong, *more)
+        assert (done.code, done.error_id) == (2, "SB0105")
+        assert project.run("apply", "toy", "--edit").code == 0
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"models": 1}'])
+def test_a_damaged_record_of_a_tree_counts_as_missing(project: Project, text: str):
+    tree = project.tree()
+    record = tree.with_name(f"{tree.name}.json")
+    whole = record.read_text()
+    record.write_text(text)
+    with pytest.raises(Refused, match="SB0115"):
+        trees.tree_path("toy", "small", project.workspace)
+    assert project.tree() == tree
+    assert record.read_text() == whole
+
+
+def read_only(code: int):
+    def refuse(*args, **kwargs):
+        raise OSError(code, os.strerror(code), "build/locks")
+
+    return refuse
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("apply", "toy"),
+        ("apply", "toy", "--edit"),
+        ("check", "toy"),
+        ("branches",),
+        ("export", "toy", "--record"),
+        ("drift", "toy", "--against", "SDIST"),
+    ],
+)
+def test_a_checkout_that_cannot_be_written(project: Project, monkeypatch, args, code):
+    before = sorted(project.root.rglob("*"))
+    monkeypatch.setattr("samebits.patching.workspace.FileLock.acquire", read_only(code))
+    done = project.run(*(project.sdist if arg == "SDIST" else arg for arg in args))
+    assert (done.code, done.error_id) == (2, "SB0123")
+    assert sorted(project.root.rglob("*")) == before  # refused before the work
+
+
+def test_an_index_that_cannot_be_written(project: Project, monkeypatch):
+    monkeypatch.setattr("samebits.files.write_atomic", read_only(errno.EROFS))
+    assert project.run("export", "toy", "--record").code == 0  # nothing to write
+    project.commit("norm: round once", "toy/b.py", "line_3 = 3\n", "line_3 = 30\n")
+    assert project.export().error_id == "SB0123"
+
+
+def test_a_folder_that_is_no_checkout(project: Project, tmp_path):
+    (project.root / "patches/pins.yaml").unlink()
+    done = project.run("check")
+    assert (done.code, done.error_id) == (2, "SB0124")
+
+
+def test_paths_in_hints_work_from_the_current_folder(project: Project, monkeypatch):
+    from samebits.errors import word
+
+    odd = project.root / "a folder; ls"
+    odd.mkdir()
+    monkeypatch.chdir(project.root)
+    assert word(odd) == "'a folder; ls'"
+    assert word(Path("-x")) == "./-x"
+    monkeypatch.chdir(odd)
+    assert word(project.root) == str(project.root)
+    done = project.run("apply", "toy", "--model", "huge")
+    assert done.error.hint == f"ls {project.patches / 'series'}"
+    done = project.run("apply", "toy", "--checkout", odd)
+    assert done.error.error_id == "SB0119"
 
 
 def test_local_sdist(project: Project):
@@ -164,11 +249,13 @@ def test_bad_local_sdist(project: Project, kind: str):
     assert not list((project.root / "build/toy").glob("*/toy"))
 
 
-def test_cached_sdist_that_rotted(project: Project):
-    project.cached.write_bytes(b"x" + project.cached.read_bytes()[1:])
-    done = project.run("apply", "toy")
-    assert (done.code, done.error_id) == (2, "SB0105")
-    assert done.error.hint == "rm build/sdist/toy-1.0.tar.gz"
+def test_cached_sdist_that_rotted_is_moved_aside(project: Project):
+    good = project.cached.read_bytes()
+    project.cached.write_bytes(good[:-9])
+    assert project.run("apply", "toy", "--from", project.sdist).code == 0
+    assert project.cached.read_bytes() == good
+    aside = project.cached.with_name(project.cached.name + ".bad-1")
+    assert aside.read_bytes() == good[:-9]
 
 
 def test_snapshot_that_is_not_the_pinned_tree(project: Project):

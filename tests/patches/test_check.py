@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from quoted import problem
 from toy_project import PATCH, SOURCES, SUBJECT, Project, make_sdist, run_git, user_git
 
+from samebits.errors import SamebitsError
 from samebits.patching import check, git, pins
+from samebits.patching.workspace import Workspace
 
 SECOND = "norm: round once"
 SECOND_PATCH = "norm-round-once.patch"
@@ -238,3 +241,17 @@ def test_git_failure_has_an_id(tmp_path):
         git.run(tmp_path, "log")
     assert caught.value.error_id == "SB0103"
     assert caught.value.exit_code == 2
+
+
+def test_no_finding_is_explained_by_the_command_that_found_it(project: Project):
+    for reason in {*check.REASONS, "series-invalid", "index-differs"} - {"pin-moved"}:
+        if reason == "already-upstream":  # of drift alone
+            continue
+        with pytest.raises(SamebitsError) as caught:
+            check.raise_for(Workspace.find(), [check.Finding("toy", PATCH, reason, "x")])
+        assert "patch check" not in caught.value.hint
+        assert problem(caught.value.hint) is None
+    file = project.patches / PATCH
+    file.write_text(file.read_text().replace("+line_9 = 90", "+line_9 = 91"))
+    for verb in ("check", "apply"):
+        assert project.run(verb, "toy").error.hint == f"git -C {project.root} diff patches/toy"

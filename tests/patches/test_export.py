@@ -1,5 +1,7 @@
 """Commits to files and back, the same bytes every time; nothing is lost."""
 
+import shutil
+
 import pytest
 from toy_project import MESSAGE, PATCH, SUBJECT, Project, run_git, user_git
 
@@ -158,3 +160,17 @@ def test_index_is_written(project: Project):
     assert text.startswith("# Patches\n")
     assert f"(toy/{PATCH})" in text
     assert SUBJECT.split(": ")[0] in MESSAGE.format(subject=SUBJECT)
+
+
+def test_an_export_without_an_edit_tree_says_how_to_get_one(project: Project):
+    shutil.rmtree(project.edit)
+    done = project.run("export", "toy")
+    assert (done.code, done.error_id) == (2, "SB0118")
+    assert done.error.hint == f"samebits patch --root {project.root} apply toy --edit"
+
+
+@pytest.mark.parametrize("name", ["../small", "a/b", "", "-x"])
+def test_a_series_is_named_like_a_file(project: Project, name: str):
+    done = project.run("export", "toy", "--write", f"--model={name}")
+    assert (done.code, done.error_id) == (2, "SB0102")
+    assert sorted(p.name for p in (project.patches / "series").iterdir()) == ["small"]

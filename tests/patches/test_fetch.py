@@ -77,6 +77,12 @@ def test_download(project: Project, index, part):
     assert not part.exists()
 
 
+def test_a_rotted_download_is_fetched_again(project: Project, index):
+    project.cached.write_bytes(b"rotted")
+    assert project.run("apply", "toy").code == 0
+    assert project.cached.read_bytes() == index.content
+
+
 def test_connection_that_keeps_ending_is_taken_up_again(project: Project, index):
     index.cut_after = len(index.content) // 3
     assert project.run("apply", "toy").code == 0
@@ -90,7 +96,7 @@ def test_interrupted_download_is_kept_and_continued(project: Project, index, par
     index.cut_after = 10
     done = project.run("apply", "toy")
     assert (done.code, done.error_id) == (2, "SB0106")
-    assert done.error.hint == "samebits patch apply toy"
+    assert done.error.hint == f"samebits patch --root {project.root} apply toy"
     assert not project.cached.exists()
     arrived = part.stat().st_size
     assert part.read_bytes() == index.content[:arrived]

@@ -1,0 +1,38 @@
+"""What the verbs print: one form of JSON, one form of tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import typer
+
+
+def show_json(value: Any) -> None:
+    """Print a value as JSON on stdout."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def show_rows(rows: list[dict], as_json: bool, line: Callable[[dict], str]) -> None:
+    """Print rows as JSON, or each as one line."""
+    if as_json:
+        show_json(rows)
+        return
+    for row in rows:
+        typer.echo(line(row))
+
+
+def show_table(
+    columns: Iterable[str], rows: Iterable[Iterable[str]], *, right: Iterable[str] = ()
+) -> None:
+    """Print a table; the columns named in `right` are aligned on that side."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in set(right) else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=160, markup=False, highlight=False).print(table)
