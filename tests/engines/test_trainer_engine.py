@@ -12,6 +12,8 @@ from trainer_support import (
     make_case,
     mean_nll,
     mismatches,
+    reference_gradients,
+    reference_logprobs,
     sequences,
     start,
     train_batch,
@@ -45,24 +47,6 @@ def trainer(request):
     with start(case) as running:
         running.case = case
         yield running
-
-
-def reference_logprobs(folder, tokens):
-    """float64 log-probabilities of every target, and the model, from Hugging Face's own code."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    weights = {name: value.double() for name, value in sources.open_model(folder)}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    rows = [model(torch.tensor([s])).logits[0].log_softmax(-1) for s in tokens]
-    picked = [
-        row[:-1].gather(1, torch.tensor(s[1:], dtype=torch.int64)[:, None])[:, 0]
-        for row, s in zip(rows, tokens, strict=True)
-    ]
-    return picked, model
 
 
 def test_layouts_give_the_same_bits(trainer):
@@ -177,13 +161,7 @@ def test_native_all_reduce_differs(one_rank, qwen3):
 @pytest.mark.parametrize("run", ["one_rank", "two_ranks"])
 def test_gradients_are_near_a_float64_reference(run, request, qwen3):
     gradients = request.getfixturevalue(run)["gradients"]
-    tokens = sequences()
-    batch = train_batch(tokens)
-    logprobs, model = reference_logprobs(qwen3[0], tokens)
-    (
-        -(torch.cat(logprobs) * torch.cat(batch.mask)).sum() / sum(m.sum() for m in batch.mask)
-    ).backward()
-    reference = {name: p.grad for name, p in model.named_parameters()}
+    reference = reference_gradients(qwen3[0], sequences())
     assert set(gradients) == set(reference)
     worst = max((float((gradients[n] - g).norm() / g.norm()), n) for n, g in reference.items())
     assert worst[0] < 0.05, worst

@@ -17,7 +17,7 @@ from samebits.patching.workspace import Workspace
 from samebits.weights import sources
 
 HERE = Path(__file__).resolve().parent  # ranks import the loss function from here
-BASE = HERE.parents[1] / "cases" / "qwen3-tiny" / "recipe.yaml"
+CASES = HERE.parents[1] / "cases"
 VOCAB = 256
 QWEN3 = {
     "hidden_size": 128,
@@ -35,13 +35,27 @@ LLAMA = QWEN3 | {
     "head_dim": 64,
     "tie_word_embeddings": True,
 }
+# One gated delta net and one gated attention layer, with the head sizes of real models.
+HYBRID = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "vocab_size": VOCAB,
+}
 
 
-def make_case(folder: Path, architecture: str, config: dict) -> tuple[Path, Path]:
-    """Write a recipe, draw its weights and build its contract: (model folder, contract)."""
-    data = yaml.safe_load(BASE.read_text())
+def make_case(
+    folder: Path, architecture: str, config: dict, base: str = "qwen3-tiny", **contract
+) -> tuple[Path, Path]:
+    """Write a recipe, draw its weights and build its contract: (model folder, contract).
+
+    `config` and `contract` replace entries of the recipe of the case `base`.
+    """
+    data = yaml.safe_load((CASES / base / "recipe.yaml").read_text())
     data["model"]["architecture"] = architecture
     data["model"]["config"] |= config
+    data["contract"] |= contract
     if architecture == "llama":
         data["layouts"] = {"trainer_tp": [1], "rollout_tp": [1]}
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,16 +67,15 @@ def make_case(folder: Path, architecture: str, config: dict) -> tuple[Path, Path
 
 
 @functools.cache
-def megatron_tree() -> Path:
-    return tree_path("megatron", "qwen3-tiny")
+def megatron_tree(series: str = "qwen3-tiny") -> Path:
+    return tree_path("megatron", series)
 
 
-def start(case: tuple[Path, Path], **options) -> TrainerProcess:
-    """A trainer on the patched tree with the case's weights loaded."""
+def start(case: tuple[Path, Path], series: str = "qwen3-tiny", **options) -> TrainerProcess:
+    """A trainer on the tree of `series` with the case's weights loaded."""
     model, contract = case
-    trainer = TrainerProcess(
-        model, **({"contract": contract, "python_paths": [megatron_tree(), HERE]} | options)
-    )
+    paths = [megatron_tree(series), HERE]
+    trainer = TrainerProcess(model, **({"contract": contract, "python_paths": paths} | options))
     trainer.load(model)
     return trainer
 
@@ -77,6 +90,32 @@ def train_batch(tokens: list[list[int]]) -> TrainBatch:
     ones = [torch.ones(len(s) - 1) for s in tokens]
     mask = [(torch.arange(len(s) - 1) > 0).float() for s in tokens]
     return TrainBatch(tokens, mask, ones, [torch.zeros_like(o) for o in ones])
+
+
+def reference_logprobs(folder: Path, tokens):
+    """float64 log-probabilities of every target, and the model, from Hugging Face's own code."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    weights = {name: value.double() for name, value in sources.open_model(folder)}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    rows = [model(torch.tensor([s])).logits[0].log_softmax(-1) for s in tokens]
+    picked = [
+        row[:-1].gather(1, torch.tensor(s[1:], dtype=torch.int64)[:, None])[:, 0]
+        for row, s in zip(rows, tokens, strict=True)
+    ]
+    return picked, model
+
+
+def reference_gradients(folder: Path, tokens) -> dict[str, torch.Tensor]:
+    """Gradients of `mean_nll` over `train_batch(tokens)` by published name, in float64."""
+    logprobs, model = reference_logprobs(folder, tokens)
+    mask = torch.cat(train_batch(tokens).mask)
+    (-(torch.cat(logprobs) * mask).sum() / mask.sum()).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 def mean_nll(logprobs, old_logprobs, advantages, mask):

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from samebits.hooks.megatron.gdn.layer import KeepsDecayInFp32
 from samebits.hooks.megatron.gdn.norm import shared_by_ranks
@@ -45,6 +46,8 @@ class _TorchZeroCentredNorm(_TorchNorm):
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Megatron's gated delta net and self-attention in `config.linear_attention_freq`'s pattern."""
+    # Megatron compiles a few small functions, anew for each shape: a minute for a batch on a CPU.
+    torch.compiler.set_stance("force_eager")
     local = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
     ).submodules
@@ -68,9 +71,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     )
 
 
-def _layer(local, attention: ModuleSpec, norm: type) -> ModuleSpec:
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
+def _layer(local: TransformerLayerSubmodules, attention: ModuleSpec, norm: type) -> ModuleSpec:
     submodules = dataclasses.replace(
         local, input_layernorm=norm, self_attention=attention, pre_mlp_layernorm=norm
     )
