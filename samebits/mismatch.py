@@ -56,7 +56,7 @@ def measure(rollout, trainer) -> Mismatch:
     with np.errstate(invalid="ignore", over="ignore"):
         d = np.where(same, 0.0, b.astype(np.float64) - a.astype(np.float64))
         ratio = np.exp(d)
-        k3 = ratio - 1.0 - d
+        k3 = np.where(np.isposinf(ratio), np.inf, ratio - 1.0 - d)
     return Mismatch(
         tokens=int(left.size),
         mismatches=int((~same).sum()),

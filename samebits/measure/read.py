@@ -11,17 +11,19 @@ has a mask, only its ones count, so padded rows may stay padded.
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from samebits.errors import Refused
+from samebits.errors import Refused, word
 
 ROLLOUT = (
     "rollout_logprobs",
@@ -70,7 +72,7 @@ class Dump:
 
 
 def read(paths: Many[Path]) -> Dump:
-    """Read one file with both sides, or a rollout file and a trainer file.
+    """Read one file with both sides, or a rollout file and a trainer file; `-` is stdin.
 
     Raises Refused SB1001 (file cannot be read), SB1002 (a line lacks a field or lengths differ),
     SB1003 (values are no log-probabilities), SB1004 (ids do not join).
@@ -90,11 +92,18 @@ def read(paths: Many[Path]) -> Dump:
     return Dump(tuple(found), names)
 
 
+def _opened(path: Path) -> IO[str]:
+    if str(path) == "-":
+        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8")
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    opened = gzip.open if path.suffix == ".gz" else open
     count = 0
     try:
-        with opened(path, "rt", encoding="utf-8") as file:
+        with _opened(path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
@@ -104,7 +113,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     raise _bad_line(where, f"a {type(row).__name__}", "an object")
                 count += 1
                 yield where, row
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, json.JSONDecodeError) as problem:
+    # ValueError: not UTF-8, not JSON, or a number of thousands of digits
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as problem:
         raise _unreadable(path, str(problem)) from None
     if count == 0:
         raise _unreadable(path, "no line")
@@ -183,12 +193,18 @@ def _value(row: dict[str, Any], spellings: tuple[str, ...], default: Any) -> Any
 
 
 def _numbers(where: str, name: str, values: Any) -> np.ndarray:
-    """float64; null (as APIs give for a first token) becomes NaN and must be masked."""
+    """float64; null (as APIs give for a first token) becomes NaN and must be masked, and what
+    fp32 cannot hold becomes an infinity, as both engines would have it."""
     if not isinstance(values, list) or not all(
         value is None or type(value) in (int, float) for value in values
     ):
         raise _bad_line(where, f"{name} is not a list of numbers", "one number per token")
-    return np.array([np.nan if value is None else value for value in values], np.float64)
+    try:
+        found = np.array([np.nan if value is None else value for value in values], np.float64)
+    except OverflowError:
+        seen = f"{name} holds an integer that no floating-point number reaches"
+        raise _bad_line(where, seen, "natural logarithms of probabilities") from None
+    return np.where(np.abs(found) > np.finfo(np.float32).max, np.copysign(np.inf, found), found)
 
 
 def _tokens(where: str, row: dict[str, Any]) -> np.ndarray | None:
@@ -197,7 +213,10 @@ def _tokens(where: str, row: dict[str, Any]) -> np.ndarray | None:
         return None  # text, as some dumps keep it
     if not all(type(value) is int for value in values):
         raise _bad_line(where, "tokens are not integers", "one token id per log-probability")
-    return np.array(values, np.int64)
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        raise _bad_line(where, "a token id beyond 64 bits", "token ids") from None
 
 
 def _mask(where: str, row: dict[str, Any], length: int) -> np.ndarray:
@@ -236,6 +255,12 @@ def _bad_line(where: str, seen: str, required: str) -> Refused:
 
 
 def _unreadable(path: Path, problem: str) -> Refused:
-    return Refused(
-        "SB1001", seen=f"{path}: {problem}", required="JSON Lines", hint=f"head -c 300 {path}"
-    )
+    if str(path) == "-":
+        hint = "samebits measure --help"
+    elif not path.is_file():
+        hint = f"ls {word(path if path.is_dir() else path.parent)}"
+    elif path.suffix == ".gz":
+        hint = f"zcat {word(path)} | head -c 300"
+    else:
+        hint = f"head -c 300 {word(path)}"
+    return Refused("SB1001", seen=f"{path}: {problem}", required="JSON Lines", hint=hint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,8 +62,9 @@ class Report:
 def measure(dump: Dump, min_tokens: int = MIN_TOKENS) -> Report:
     """Compare the two sides of a dump as fp32 bit patterns.
 
-    verdict: EQUAL, DIFFERENT, or NOT_OBSERVED (fewer than `min_tokens` equal tokens, or a dump so
-    rounded that its differences say nothing about bits).
+    verdict: EQUAL, DIFFERENT, or NOT_OBSERVED (no token that is finite on both sides, fewer
+    than `min_tokens` equal tokens, or a dump so rounded that its differences say nothing about
+    bits).
     """
     rollout = np.concatenate([q.rollout for q in dump.sequences])
     trainer = np.concatenate([q.trainer for q in dump.sequences])
@@ -73,6 +74,8 @@ def measure(dump: Dump, min_tokens: int = MIN_TOKENS) -> Report:
     totals = mismatch.measure(streams.r, streams.t)
     ratios = [_ratio(q) for q in dump.sequences if q.rollout.size]
     smells = tuple(find(streams))
+    if totals.tokens < min_tokens:  # a pattern in a handful of tokens is a guess
+        smells = tuple(replace(smell, confidence="low") for smell in smells)
     verdict, reason = _verdict(streams, totals, unmatched, smells, min_tokens)
     positions = np.concatenate([np.arange(q.rollout.size) for q in dump.sequences])
     owners = np.repeat(np.arange(len(dump.sequences)), [q.rollout.size for q in dump.sequences])
@@ -101,6 +104,8 @@ def _ratio(q: Sequence) -> float:
 def _verdict(streams, totals, unmatched, smells, min_tokens) -> tuple[str, str]:
     if any(smell.name == "other tokens" for smell in smells):
         return "DIFFERENT", "the sides score different tokens"
+    if not streams.d.size:
+        return "NOT_OBSERVED", "nothing to compare: no token is finite on both sides"
     if within_rounding(streams) and not unmatched:
         return "NOT_OBSERVED", "the dump was rounded: its bits cannot be judged"
     if totals.mismatches or unmatched:

@@ -54,10 +54,12 @@ def find(streams: Streams) -> list[Smell]:
     """Smells in the order in which to fix them."""
     found = [smell(streams) for smell in (_other_tokens, _not_a_number, _format)]
     if not within_rounding(streams):
-        found.append(next(filter(None, (smell(streams) for smell in _EXPLANATIONS)), None))
+        asked = _EXPLANATIONS if streams.d.size else (_infinite,)
+        found.append(next(filter(None, (smell(streams) for smell in asked)), None))
     return sorted((s for s in found if s), key=lambda s: _ORDER.index(s.kind))
 
 
+_FEW = 8  # fewer tokens fit any line
 _ORDER = ("semantic", "format", "numeric")
 
 
@@ -153,7 +155,8 @@ def _shifted(s: Streams) -> Smell | None:
         for q in s.sequences:
             a = q.rollout[max(0, -shift) : q.rollout.size - max(0, shift)]
             b = q.trainer[max(0, shift) : q.trainer.size - max(0, -shift)]
-            gaps.append(np.abs(b - a))
+            with np.errstate(invalid="ignore"):
+                gaps.append(np.abs(b - a))
         gap = np.concatenate(gaps)
         gap = gap[np.isfinite(gap)]
         if gap.size >= 16:
@@ -204,7 +207,7 @@ def _infinite(s: Streams) -> Smell | None:
 
 def _offset(s: Streams) -> Smell | None:
     offset = float(np.median(s.d))
-    if abs(offset) < 1e-4 or _residual(s.d) > 0.1 * abs(offset):
+    if s.d.size < _FEW or abs(offset) < 1e-4 or _residual(s.d) > 0.1 * abs(offset):
         return None
     return Smell(
         "constant offset",
@@ -221,7 +224,7 @@ _BASES = {"base-2 logarithms": 1 / np.log(2), "base-10 logarithms": 1 / np.log(1
 
 def _factor(s: Streams) -> Smell | None:
     power = float(s.r @ s.r)
-    if power == 0:
+    if s.d.size < _FEW or power == 0:
         return None
     factor = float(s.r @ s.t) / power
     residual = float(np.abs(s.t - factor * s.r).mean())
@@ -240,11 +243,11 @@ def _factor(s: Streams) -> Smell | None:
 
 def _temperature(s: Streams) -> Smell | None:
     """log softmax(z / T) is steeper than log softmax(z) for T < 1: d grows with the logprob."""
-    if s.d.size < 64 or s.mean < 0.01 or s.r.std() == 0 or s.d.std() == 0:
+    if s.d.size < 64 or s.mean < 1e-3 or s.r.std() == 0 or s.d.std() == 0:
         return None
     correlation = float(np.corrcoef(s.r, s.d)[0, 1])
     slope = float(np.polyfit(s.r, s.t, 1)[0])
-    if abs(correlation) < 0.6 or abs(slope - 1) < 0.03:
+    if abs(correlation) < 0.6 or abs(slope - 1) < 2e-3:
         return None
     cooler, other = ("trainer", "rollout") if slope > 1 else ("rollout", "trainer")
     return Smell(
@@ -302,11 +305,13 @@ def _few_sequences(s: Streams) -> Smell | None:
     with np.errstate(invalid="ignore"):
         sums = [np.abs(q.trainer - q.rollout) for q in s.sequences]
     totals = np.array([g[np.isfinite(g)].sum() for g in sums])
-    worst = max(1, len(totals) // 10)
-    share = float(np.sort(totals)[-worst:].sum() / totals.sum())
-    if share < 0.8:
+    order = np.argsort(-totals, kind="stable")
+    shares = np.cumsum(totals[order]) / totals.sum()
+    worst = int(np.searchsorted(shares, 0.8)) + 1  # the fewest that carry most of it
+    if worst > max(1, len(totals) // 10):
         return None
-    names = [s.sequences[i].id for i in np.argsort(totals)[::-1][:worst][:3]]
+    share = float(shares[worst - 1])
+    names = [s.sequences[i].id for i in order[:worst][:3]]
     return Smell(
         "few sequences",
         "semantic",

@@ -1,10 +1,13 @@
 import gzip
+import io
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from samebits import cli
+from samebits import cli, mismatch
 from samebits.errors import Refused
 from samebits.measure import measure, read
 from samebits.measure.smells import rounding_step
@@ -137,10 +140,13 @@ def test_noise_of_fp32_order(world, report):
     assert "fp32" in found.smells[0].says
 
 
-@pytest.mark.parametrize("temperature", [0.6, 0.8, 1.3])
-def test_temperature_on_one_side(world, report, temperature):
+@pytest.mark.parametrize(
+    ("temperature", "noise"), [(0.6, 0), (0.8, 0), (1.3, 0), (1 / 0.98, 2e-3), (0.99, 2e-3)]
+)
+def test_temperature_on_one_side(world, report, temperature, noise):
     other = world.chosen(log_softmax(world.logits, temperature))
-    found = report(rows(world.rollout, other))
+    other += world.rng.normal(0, noise, other.shape).astype(np.float32)
+    found = report(rows(world.rollout, other.clip(max=0)))
     slope = first(found, "temperature", "semantic")["slope"]
     assert (slope > 1) == (temperature < 1)
 
@@ -212,6 +218,55 @@ def test_few_sequences_carry_it(world, report):
     found = report(rows(world.rollout, other))
     first(found, "few sequences", "semantic")
     assert "s3" in found.smells[0].says
+
+
+def test_one_bad_sequence_of_forty_is_named_alone(report):
+    world = World(sequences=40)
+    other = world.rollout.copy()
+    other[7] = World(sequences=40, seed=9).rollout[7]
+    found = report(rows(world.rollout, other))
+    assert first(found, "few sequences", "semantic")["sequences"] == 1
+    assert found.smells[0].says.endswith("first s7")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("values", [(np.nan, np.nan), (-1.0, -np.inf), (-np.inf, np.nan)])
+def test_without_a_finite_token_nothing_is_compared(report, values):
+    streams = [np.full((2, 64), value, np.float32) for value in values]
+    found = report(rows(*streams))
+    assert (found.verdict, found.totals.tokens) == ("NOT_OBSERVED", 0)
+    assert "nothing to compare" in found.reason
+    assert {smell.name for smell in found.smells} <= {"not a number", "truncated support"}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("tokens", [1, 7, 99])
+def test_a_handful_of_tokens_gives_no_confidence(world, report, tokens):
+    few = world.rollout.reshape(1, -1)[:, :tokens]
+    found = report(rows(few, few - np.float32(0.5)))
+    assert (found.exit_code, found.totals.mismatches) == (1, tokens)
+    assert found.smells and {smell.confidence for smell in found.smells} == {"low"}
+    if tokens == 1:
+        assert found.smells[0].name != "constant offset"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [-1e48, -1e38, -3e38])
+def test_values_at_the_end_of_fp32(world, report, value):
+    left, right = world.rollout.astype(np.float64), world.rollout.astype(np.float64)
+    left[0, 0] = value
+    for pair in ((left, right), (right, left)):
+        found = report(rows(*pair))
+        assert found.exit_code == 1
+        assert not np.isnan(
+            [found.totals.k3_kl, found.totals.max_abs, found.sequence_ratio_max]
+        ).any()
+    assert report(rows(left, left)).verdict == "EQUAL"
+
+
+def test_infinite_k3():
+    left, right = np.array([-np.inf, -1.0]), np.array([-1.0, -1.0])
+    assert mismatch.measure(left, right).k3_kl == np.inf
 
 
 def test_nan_is_a_difference(world, report):
@@ -308,6 +363,10 @@ GOOD = {"id": "1", "rollout_logprobs": [-1.0, -2.0], "trainer_logprobs": [-1.0, 
         (json.dumps({**GOOD, "tokens": [1]}), "SB1002"),
         (json.dumps({**GOOD, "tokens": ["a", "b"]}), "SB1002"),
         (json.dumps({**GOOD, "rollout_logprobs": [0.9, 0.8]}), "SB1003"),
+        ('{"id": ' + "1" * 5000 + "}", "SB1001"),
+        ("[" * 100_000, "SB1001"),
+        (json.dumps({**GOOD, "rollout_logprobs": [-(10**400), -1]}), "SB1002"),
+        (json.dumps({**GOOD, "tokens": [1, 1 << 70]}), "SB1002"),
     ],
 )
 def test_bad_lines(tmp_path, capsys, text, error_id):
@@ -326,6 +385,29 @@ def test_unreadable_files(tmp_path):
     for name in ("absent.jsonl", "cut.jsonl.gz", "plain.jsonl.gz"):
         with pytest.raises(Refused, match=r"SB100[12]"):
             read([tmp_path / name])
+
+
+def test_hints_fit_what_is_wrong_with_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b.jsonl").write_text("{")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}")[:-9])
+    hints = {
+        "absent.jsonl": "ls .",
+        "folder/absent.jsonl": "ls folder",
+        ".": "ls .",
+        "a b.jsonl": "head -c 300 'a b.jsonl'",
+        "cut.jsonl.gz": "zcat cut.jsonl.gz | head -c 300",
+    }
+    for name, hint in hints.items():
+        with pytest.raises(Refused, match="SB1001") as caught:
+            read([Path(name)])
+        assert caught.value.hint == hint
+
+
+def test_a_dash_is_standard_input(world, monkeypatch):
+    lines = "".join(json.dumps(line) + "\n" for line in rows(world.rollout, world.rollout))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    assert cli.run(["measure", "-"]) == 0
 
 
 def test_files_that_do_not_join(tmp_path):
