@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samebits import bits
+from samebits import bits, runtime
 from samebits.engines import trainer_batch as batches
 from samebits.engines import trainer_wire as wire
 from samebits.engines.trainer_batch import TrainBatch
 from samebits.engines.trainer_model import Architecture
+from samebits.engines.trainer_slots import Slot
 from samebits.errors import Refused
+from samebits.hooks.megatron.gdn.schedule import contracted_schedule
 
 GOOD = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -35,6 +38,17 @@ GOOD = {
     "attention_dropout": 0.0,
 }
 
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "rope_parameters": GOOD["rope_parameters"] | {"partial_rotary_factor": 0.25},
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+
 
 def load(tmp_path, **changes):
     (tmp_path / "config.json").write_text(json.dumps(GOOD | changes))
@@ -44,7 +58,14 @@ def load(tmp_path, **changes):
 def test_supported_config_is_read(tmp_path):
     arch = load(tmp_path)
     assert (arch.heads, arch.kv_heads, arch.head_dim, arch.qk_norm) == (4, 2, 32, True)
-    assert arch.rope_theta == 10000.0 and not arch.tied
+    assert arch.rope_theta == 10000.0 and not arch.tied and arch.linear is None
+
+
+def test_hybrid_config_is_read(tmp_path):
+    arch = load(tmp_path, **HYBRID)
+    assert arch.linear is not None and arch.linear.channels == (256, 256, 512)
+    assert [arch.is_linear(i) for i in range(arch.layers)] == [True, False]
+    assert arch.linear.rotary_share == 0.25
 
 
 @pytest.mark.parametrize(
@@ -60,6 +81,9 @@ def test_supported_config_is_read(tmp_path):
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "SB0605"),
         ({"use_sliding_window": True}, "SB0605"),
         ({"hidden_act": "gelu"}, "SB0605"),
+        ({"rope_parameters": HYBRID["rope_parameters"]}, "SB0605"),
+        (HYBRID | {"layer_types": ["linear_attention", "sliding_attention"]}, "SB0605"),
+        (HYBRID | {"layer_types": ["full_attention"]}, "SB0605"),
     ],
 )
 def test_unproved_config_is_refused(tmp_path, changes, error_id):
@@ -128,3 +152,43 @@ def test_tensors_cross_the_pipe_with_their_bits(dtype):
 def test_errors_cross_the_pipe_with_their_id():
     error = Refused("SB0608", seen="a", required="b", hint="samebits explain SB0608")
     assert wire.loads(wire.dumps(("error", error)))[1].error_id == "SB0608"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "sections", "second"),
+    [
+        ((4, 3), 0, None, [6, 7, 8, 9, 10, 11]),
+        ((3, 4), 1, None, [2, 3, 6, 7, 10, 11]),
+        ((8, 1), 0, (2, 2, 4), [1, 3, 6, 7]),
+        ((5,), None, None, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_shares_of_ranks_make_the_published_tensor(shape, dim, sections, second):
+    published = torch.arange(torch.Size(shape).numel()).view(shape)
+    local = list(shape)
+    if dim is not None:
+        local[dim] //= 2
+    slot = Slot("w", shape, dim, torch.empty(local), sections)
+    shares = [slot.share(published, rank, 2) for rank in range(2)]
+    assert shares[1].flatten().tolist() == second
+    if dim is not None:
+        assert torch.equal(slot.whole(shares), published)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key_dim", "seen"),
+    [
+        ({"schedule": "recurrent"}, 128, "schedule recurrent"),
+        ({"chunk": 32}, 128, "chunks of 32"),
+        ({}, 72, "heads of 72"),
+    ],
+)
+def test_another_core_than_the_installed_one_is_refused(monkeypatch, changes, key_dim, seen):
+    constants = {"schedule": "cpr", "chunk": 64}
+    contract = SimpleNamespace(constants=lambda region: constants)
+    monkeypatch.setattr(runtime, "contract", lambda: contract)
+    assert contracted_schedule(128, 128) == "cpr"
+    constants |= changes
+    with pytest.raises(Refused, match=seen) as caught:
+        contracted_schedule(key_dim, 128)
+    assert caught.value.error_id == "SB0614"

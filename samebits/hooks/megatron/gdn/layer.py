@@ -10,8 +10,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import gated_delta_net
 
-from samebits import runtime
 from samebits.errors import Refused
+from samebits.hooks.megatron.gdn.schedule import contracted_schedule
 from samebits.ops import conv1d, gdn, gdn_gate, l2_norm
 
 
@@ -50,7 +50,7 @@ class GatedDeltaNet(KeepsDecayInFp32):
                 required="a convolution without bias, the l2 norm, neither kind of parallelism",
                 hint="samebits explain SB0605",
             )
-        self.schedule = str(runtime.contract().constants("gdn.core")["schedule"])
+        self.schedule = contracted_schedule(self.key_head_dim, self.value_head_dim)
         # The rollout engine's expression, so that both round the same number.
         self.scale = self.key_head_dim**-0.5
 
