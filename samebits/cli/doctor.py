@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(rich_markup_mode=None)
+from samebits.cli.output import show_json
+
+app = typer.Typer()
 
 
 @app.command()
@@ -21,19 +22,21 @@ def doctor(
     every: Annotated[bool, typer.Option("--all", help="List what is fine, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every finding as JSON.")] = False,
 ) -> None:
-    """Check this machine in seconds, before a job: versions, chips, compilers, variables, room.
+    """Check this machine before a job.
 
-    Each finding comes with one command that fixes it. Exit codes: 0 no problem (there may be
-    warnings), 2 a problem or bad input, 4 internal error.
+    It takes seconds: versions, patched trees, chips, compilers, environment variables, room.
+
+    Each finding comes with one command that fixes it. Warnings alone give exit code 0, a problem
+    gives 2. With --settings, the machine is also checked for engines that your own job starts.
     """
     from samebits import doctor as checks
 
-    findings = checks.examine()
+    findings = checks.examine(own_job=bool(settings))
     for path in settings or []:
         findings += checks.check_settings(checks.read_settings(path))
     code = checks.exit_code(findings)
     if as_json:
-        typer.echo(json.dumps([asdict(f) for f in findings], indent=2))
+        show_json([asdict(f) for f in findings])
         raise typer.Exit(code)
     counts = {
         severity: sum(f.severity == severity for f in findings)

@@ -1,7 +1,7 @@
 """Find, in seconds and before a job, what would move bits or stop the job.
 
     findings = examine()                          # this machine and its environment
-    findings += check_settings(read_settings(p))  # a recipe or config with sampling settings
+    findings += check_settings(read_settings(p))  # a config with sampling settings
 
 No engine is started and torch is not imported.
 """

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from samebits import env
 from samebits.doctor.finding import Finding
-from samebits.errors import Refused
-from samebits.patching import pins
+from samebits.errors import Refused, word
+from samebits.patching import pins, trees
 from samebits.patching.workspace import Workspace
 
 _LOCKED = ("torch", "triton", "numpy", "numba", "llvmlite", "transformers", "tensordict")
@@ -54,8 +54,11 @@ _VALUES = {
 _NCCL = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple", "NCCL_NVLS_ENABLE": "0"}
 
 
-def examine(workspace: Workspace | None = None) -> list[Finding]:
-    """All findings of this machine, in the order in which to fix them."""
+def examine(workspace: Workspace | None = None, *, own_job: bool = False) -> list[Finding]:
+    """All findings of this machine, in the order in which to fix them.
+
+    `own_job`: the user starts engines; those that our commands start set what they need.
+    """
     if workspace is None:
         try:
             workspace = Workspace.find()
@@ -67,7 +70,7 @@ def examine(workspace: Workspace | None = None) -> list[Finding]:
         *_upstreams(workspace),
         *_chip(),
         *_gpu_tools(),
-        *_variables(),
+        *_variables(own_job),
         *_room(workspace),
     ]
 
@@ -104,7 +107,6 @@ def _upstreams(workspace: Workspace | None) -> Iterator[Finding]:
         return
     for pin in pins.load(workspace).values():
         installed = env.version(pin.distribution)
-        trees = workspace.build / pin.name
         if installed and installed.partition("+")[0] != pin.version:
             fix = f"pip install {pin.distribution}=={pin.version}"
             yield Finding(pin.distribution, "problem", installed, pin.version, fix)
@@ -112,13 +114,31 @@ def _upstreams(workspace: Workspace | None) -> Iterator[Finding]:
             yield Finding(pin.distribution, "ok", installed)
         elif pin.trees is None:
             continue  # a plain dependency, which only some cases need
-        elif trees.is_dir() and any(trees.iterdir()):
-            yield Finding(
-                pin.distribution, "ok", f"{pin.version}, patched trees in build/{pin.name}"
-            )
         else:
-            fix = f"samebits patch apply {pin.name}"
-            yield Finding(pin.distribution, "problem", "no tree", f"{pin.version}, patched", fix)
+            yield from _trees(workspace, pin)
+
+
+def _trees(workspace: Workspace, pin: pins.Pin) -> Iterator[Finding]:
+    """The tree of each model against its recorded id, its series and its own files."""
+    ready, refused = [], {}
+    for model in pin.trees or {}:
+        try:
+            trees.tree_path(pin.name, model, workspace)
+            ready.append(model)
+        except Refused as error:
+            refused[model] = error
+    if ready:
+        seen = f"{pin.version}, patched trees for {', '.join(ready)}"
+        yield Finding(pin.distribution, "ok", seen)
+    elif all(error.error_id == "SB0115" for error in refused.values()):
+        seen, fix = "no tree of the present series", f"samebits patch apply {pin.name}"
+        yield Finding(pin.distribution, "problem", seen, f"{pin.version}, patched", fix)
+        return
+    for model, error in refused.items():
+        # A job needs the trees of its own model only; one that was edited is wrong for any.
+        severity = "warning" if error.error_id == "SB0115" else "problem"
+        check = f"{pin.distribution} for {model}"
+        yield Finding(check, severity, error.seen, error.required, error.hint)
 
 
 def _chip() -> Iterator[Finding]:
@@ -177,7 +197,7 @@ def _gpu_tools() -> Iterator[Finding]:
     else:
         newer = str(folder / "ptxas-blackwell") if folder else ""
         good = (_ptxas_version(newer) or (0,))[:2] >= _MIN_PTXAS
-        fix = f"export TRITON_PTXAS_PATH={newer}" if good else "pip install nvidia-cuda-nvcc"
+        fix = f"export TRITON_PTXAS_PATH={word(newer)}" if good else "pip install nvidia-cuda-nvcc"
         required = "12.9 or newer: 12.8 miscompiles kernels without an error"
         yield Finding("ptxas", "problem", seen, required, fix)
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
@@ -193,8 +213,8 @@ def _gpu_tools() -> Iterator[Finding]:
             yield Finding(name, "warning", "not set", required, f"export {name}={value}")
 
 
-def _variables() -> Iterator[Finding]:
-    if "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:
+def _variables(own_job: bool) -> Iterator[Finding]:
+    if own_job and "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:
         seen = "not set: vLLM 0.24 then picks V2 for Qwen3, Llama and Mistral"
         fix = "export VLLM_USE_V2_MODEL_RUNNER=0"
         yield Finding("VLLM_USE_V2_MODEL_RUNNER", "warning", seen, "0", fix)
@@ -217,13 +237,15 @@ def _room(workspace: Workspace | None) -> Iterator[Finding]:
     seen = ", ".join(f"{free / _GIB:.1f} GiB in {name}" for name, free in rooms.items())
     if largest < _GIB:
         required = "1 GiB in one of them for a copy of the weights"
-        yield Finding("weight transfer", "problem", seen, required, f"df -h {' '.join(rooms)}")
+        yield Finding(
+            "weight transfer", "problem", seen, required, f"df -h {' '.join(map(word, rooms))}"
+        )
     else:
         yield Finding("weight transfer", "ok", seen)
     if workspace is not None:
         free = shutil.disk_usage(workspace.root).free / _GIB
         severity = "ok" if free >= 4 else "warning" if free >= 1 else "problem"
-        fix = "" if severity == "ok" else f"df -h {workspace.root}"
+        fix = "" if severity == "ok" else f"df -h {word(workspace.root)}"
         yield Finding("disk", severity, f"{free:.1f} GiB free", "4 GiB" if fix else "", fix)
     memory = _available_memory() / _GIB
     severity = "ok" if memory >= 8 else "warning" if memory >= 4 else "problem"

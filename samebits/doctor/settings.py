@@ -1,12 +1,14 @@
-"""Check the sampling and engine settings of a recipe, a verl config or any JSON or YAML file.
+"""Check the sampling and engine settings of a verl config or any JSON or YAML file.
 
 Names are looked up wherever they stand in the file (verl nests them under
-`actor_rollout_ref.rollout`); settings that the checks do not know are left alone.
+`actor_rollout_ref.rollout`), and each is judged at its own place; settings that the checks do not
+know are left alone. A case's recipe holds no such settings: its runs fix them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,53 +61,62 @@ _RULES: dict[str, tuple[tuple[Any, ...], str, str]] = {
 }
 _LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _KNOWN = {*_RULES, "temperature", "logprobs_mode"}
-# verl keeps validation's own sampling in the same file; it is not trained on.
-_SKIPPED = ("val_kwargs",)
+# Sampling and engines that a verl config also holds, and whose values are compared with nothing.
+_SKIPPED = ("val_kwargs", "critic", "reward", "reward_model", "teacher_models")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Known settings of a file. Raises Refused SB1005 when it cannot be read or holds none."""
+    """Known settings of a file by their place in it, `actor_rollout_ref.rollout.top_p`.
+
+    Left out are settings that are null (the engine's default) or a reference (`${..}`) to another
+    one. Raises Refused SB1005 when the file cannot be read or holds none.
+    """
     try:
         text = path.read_text()
         data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as problem:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as problem:
         raise _unusable(path, " ".join(str(problem).split())) from None
-    found: dict[str, Any] = {}
-    for name, value in _leaves(data):
-        if name in _KNOWN and found.setdefault(name, value) != value:
-            raise _unusable(path, f"{name} is both {found[name]!r} and {value!r}")
+    found = dict(_leaves(data, ()))
     if not found:
         raise _unusable(path, "none of the settings that are checked")
-    return found
+    return {
+        place: value
+        for place, value in found.items()
+        if value is not None and not str(value).startswith("${")
+    }
 
 
-def _leaves(node: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(node: Any, place: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(node, list):
-        for item in node:
-            yield from _leaves(item)
+        for number, item in enumerate(node):
+            yield from _leaves(item, (*place, str(number)))
     elif isinstance(node, dict):
         for name, value in node.items():
             if name in _SKIPPED:
                 continue
             if name in _KNOWN:
-                yield name, value
+                yield ".".join((*place, name)), value
             else:
-                yield from _leaves(value)
+                yield from _leaves(value, (*place, str(name)))
 
 
 def check_settings(settings: dict[str, Any]) -> list[Finding]:
-    """One finding per known setting."""
-    findings = list(_temperature(settings))
-    for name, (accepted, severity, why) in _RULES.items():
-        if name not in settings:
-            continue
-        value = settings[name]
-        if _is_one_of(value, accepted):
-            findings.append(Finding(name, "ok", str(value)))
+    """One finding per setting, each judged at its own place."""
+    findings: list[Finding] = []
+    for place, value in settings.items():
+        name = place.rpartition(".")[2]
+        if name == "logprobs_mode":
+            findings.append(_mode(place, value))
+        elif name == "temperature":
+            findings.append(_temperature(place, value, _mode_of(settings, place)))
         else:
+            accepted, severity, why = _RULES[name]
+            if _is_one_of(value, accepted):
+                findings.append(Finding(place, "ok", str(value)))
+                continue
             required = " or ".join(str(v) for v in accepted if v != ())
-            fix = f"set {name}={accepted[0]}"
-            findings.append(Finding(name, severity, f"{value}: {why}", required, fix))
+            fix = f"set {place}={accepted[0]}"
+            findings.append(Finding(place, severity, f"{value}: {why}", required, fix))
     return findings
 
 
@@ -117,26 +128,32 @@ def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
     )
 
 
-def _temperature(settings: dict[str, Any]) -> Iterator[Finding]:
-    mode = settings.get("logprobs_mode")
-    if mode is not None:
-        if mode in _LOGPROBS_MODES:
-            yield Finding("logprobs_mode", "ok", str(mode))
-        else:
-            required, fix = " or ".join(_LOGPROBS_MODES), "set logprobs_mode=raw_logprobs"
-            yield Finding("logprobs_mode", "problem", str(mode), required, fix)
-    temperature = settings.get("temperature", 1)
+def _mode_of(settings: dict[str, Any], place: str) -> Any:
+    """The `logprobs_mode` beside a setting, else the only one of the file."""
+    beside = f"{place.rpartition('.')[0]}.logprobs_mode".lstrip(".")
+    modes = [v for name, v in settings.items() if name.rpartition(".")[2] == "logprobs_mode"]
+    return settings.get(beside, modes[0] if len(modes) == 1 else None)
+
+
+def _mode(place: str, mode: Any) -> Finding:
+    if mode in _LOGPROBS_MODES:
+        return Finding(place, "ok", str(mode))
+    required, fix = " or ".join(_LOGPROBS_MODES), f"set {place}=raw_logprobs"
+    return Finding(place, "problem", str(mode), required, fix)
+
+
+def _temperature(place: str, temperature: Any, mode: Any) -> Finding:
     if temperature == 1 and not isinstance(temperature, bool):
-        if "temperature" in settings:
-            yield Finding("temperature", "ok", str(temperature))
-        return
-    if mode == "processed_logprobs" and isinstance(temperature, int | float) and temperature > 0:
+        return Finding(place, "ok", str(temperature))
+    fix = f"set {place}=1"
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        return Finding(place, "problem", f"{temperature} is no temperature", "1", fix)
+    if mode == "processed_logprobs" and temperature > 0:
         seen = f"{temperature} with processed log-probabilities"
-        required, fix = "the trainer divides its logits by the same number", "set temperature=1"
-        yield Finding("temperature", "warning", seen, required, fix)
-    else:
-        seen = f"{temperature}: raw log-probabilities are taken before the temperature"
-        yield Finding("temperature", "problem", seen, "1", "set temperature=1")
+        required = "the trainer divides its logits by the same number"
+        return Finding(place, "warning", seen, required, fix)
+    seen = f"{temperature}: raw log-probabilities are taken before the temperature"
+    return Finding(place, "problem", seen, "1", fix)
 
 
 def _unusable(path: Path, problem: str) -> Refused:

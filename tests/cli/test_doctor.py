@@ -59,10 +59,9 @@ def test_versions_against_the_lock_file(checkout):
 
 
 def test_engines_against_the_pins(checkout, monkeypatch):
-    assert one("vllm", checkout).fix == "samebits patch apply vllm"
-    (checkout.build / "vllm" / "tree").mkdir(parents=True)
-    assert one("vllm", checkout).severity == "ok"
     real = env.version
+    monkeypatch.setattr(machine.trees, "tree_path", lambda *args: checkout.build)
+    assert one("vllm", checkout).severity == "ok"
     monkeypatch.setattr(env, "version", lambda n: "0.25.1" if n == "vllm" else real(n))
     wrong = one("vllm", checkout)
     assert (wrong.severity, wrong.fix) == ("problem", "pip install vllm==0.24.0")
@@ -167,7 +166,10 @@ def test_variables_that_move_bits(monkeypatch, name, value, severity):
 
 
 def test_runner_is_asked_for(monkeypatch):
-    assert one("VLLM_USE_V2_MODEL_RUNNER").severity == "warning"
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    assert find(name) == []  # our own commands set it
+    (found,) = [f for f in doctor.examine(own_job=True) if f.check == name]
+    assert (found.severity, found.fix) == ("warning", f"export {name}=0")
 
 
 # --- room ---
@@ -206,6 +208,18 @@ def test_room(monkeypatch, checkout):
         ({"enforce_eager": True}, "ok"),
         ({"top_k": False}, "problem"),  # a bool is no number
         ({"logits_processors": []}, "ok"),
+        ({"temperature": float("nan")}, "problem"),
+        ({"temperature": "NaN"}, "problem"),
+        ({"temperature": float("inf"), "logprobs_mode": "processed_logprobs"}, "problem"),
+        ({"a.temperature": 0.7, "b.logprobs_mode": "processed_logprobs"}, "warning"),
+        (
+            {
+                "a.temperature": 0.7,
+                "a.logprobs_mode": "raw_logprobs",
+                "b.logprobs_mode": "processed_logprobs",
+            },
+            "problem",
+        ),
     ],
 )
 def test_settings(settings, severity):
@@ -222,7 +236,37 @@ def test_settings_are_found_where_verl_nests_them(tmp_path):
         "actor_rollout_ref:\n  rollout:\n    top_p: 0.9\n"
         "    engine_kwargs: [{enforce_eager: true}]\n    val_kwargs: {top_p: 0.7, temperature: 0}\n"
     )
-    assert read_settings(path) == {"top_p": 0.9, "enforce_eager": True}
+    place = "actor_rollout_ref.rollout"
+    assert read_settings(path) == {
+        f"{place}.top_p": 0.9,
+        f"{place}.engine_kwargs.0.enforce_eager": True,
+    }
+
+
+# In the places and with the values of the configurations that verl generates.
+VERL = """
+actor_rollout_ref:
+  actor: {fsdp_config: {dtype: bfloat16, full_determinism: false}}
+  rollout: {temperature: 1.0, dtype: bfloat16, logprobs_mode: processed_logprobs, top_k: -1}
+  model: {lora: {dtype: null}}
+critic: {fsdp: {dtype: float32}}
+reward: {reward_model: {rollout: {temperature: 0.7, dtype: null}}}
+distillation:
+  teacher_models: {teacher_model: {inference: {temperature: 0.7}}}
+  other: {dtype: "${oc.select:actor_rollout_ref.rollout.dtype}"}
+"""
+
+
+def test_settings_of_verl_are_judged_place_by_place(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(VERL)
+    assert {f.severity for f in check_settings(read_settings(path))} == {"ok"}
+    path.write_text(VERL.replace("dtype: bfloat16, log", "dtype: float16, log"))
+    (found,) = [f for f in check_settings(read_settings(path)) if f.severity != "ok"]
+    assert found.check == "actor_rollout_ref.rollout.dtype"
+    assert found.fix == "set actor_rollout_ref.rollout.dtype=auto"
+    path.write_text("a: {temperature: .nan}\nb: {temperature: .nan}\n")
+    assert [f.severity for f in check_settings(read_settings(path))] == ["problem"] * 2
 
 
 @pytest.mark.parametrize(
@@ -232,7 +276,6 @@ def test_settings_are_found_where_verl_nests_them(tmp_path):
         ("a.yaml", "a: [1"),
         ("a.yaml", "learning_rate: 1"),
         ("a.yaml", ""),
-        ("a.yaml", "a: {top_p: 1}\nb: {top_p: 0.5}"),
         ("absent.yaml", None),
     ],
 )
@@ -250,14 +293,17 @@ def test_settings_that_cannot_be_checked(tmp_path, capsys, name, text):
 def test_command(monkeypatch, capsys, checkout):
     monkeypatch.setattr(machine.Workspace, "find", lambda: checkout)
     (checkout.root / "scripts" / "requirements.lock").write_text("")
-    for upstream in ("vllm", "megatron", "verl"):
-        (checkout.build / upstream / "tree").mkdir(parents=True)
+    monkeypatch.setattr(machine.trees, "tree_path", lambda *args: checkout.build)
     monkeypatch.setattr(machine, "_room", lambda workspace: [])
     assert cli.run(["doctor"]) == 0
     shown = capsys.readouterr().out
+    assert "0 problem, 0 warning" in shown and "ok       " not in shown
+    settings = checkout.root / "settings.json"
+    settings.write_text('{"top_p": 0.9}')
+    assert cli.run(["doctor", "--settings", str(settings)]) == 2
+    shown = capsys.readouterr().out
     assert "warning  VLLM_USE_V2_MODEL_RUNNER" in shown
-    assert "fix: export VLLM_USE_V2_MODEL_RUNNER=0" in shown
-    assert "ok       " not in shown
+    assert "fix: set top_p=1" in shown
     monkeypatch.setenv("SAMEBITS_FAULT", "any")
     assert cli.run(["doctor", "--json"]) == 2
     found = json.loads(capsys.readouterr().out)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from toy_project import PATCH, SOURCES, SUBJECT, Project, make_sdist, run_git, user_git
 
+from samebits.doctor import machine
 from samebits.errors import Refused
-from samebits.patching import trees
+from samebits.patching import pins, trees
 
 
 def test_tree_is_the_snapshot_then_one_commit_for_each_patch(project: Project):
@@ -133,9 +134,9 @@ def test_series_that_names_a_missing_file(project: Project):
 
 
 def test_tree_that_is_not_the_recorded_one(project: Project):
-    pins = project.root / "patches/pins.yaml"
+    file = project.root / "patches/pins.yaml"
     recorded = project.tree().name
-    pins.write_text(pins.read_text().replace(recorded, "f" * 40))
+    file.write_text(file.read_text().replace(recorded, "f" * 40))
     done = project.run("apply", "toy")
     assert (done.code, done.error_id) == (1, "SB0113")
 
@@ -203,6 +204,23 @@ def test_an_index_that_cannot_be_written(project: Project, monkeypatch):
     assert project.run("export", "toy", "--record").code == 0  # nothing to write
     project.commit("norm: round once", "toy/b.py", "line_3 = 3\n", "line_3 = 30\n")
     assert project.export().error_id == "SB0123"
+
+
+def test_doctor_compares_trees_with_pins_series_and_files(project: Project):
+    def found():
+        pin = pins.get(project.workspace, "toy")
+        return [(f.check, f.severity) for f in machine._trees(project.workspace, pin)]
+
+    assert found() == [("toy", "problem")]
+    (project.root / "build/toy/left-over").mkdir(parents=True)
+    assert found() == [("toy", "problem")]
+    tree = project.tree()
+    assert found() == [("toy", "ok")]
+    (project.patches / "series/large").write_text("")
+    pins.record_tree(project.workspace, "toy", "large", "a" * 40)
+    assert found() == [("toy", "ok"), ("toy for large", "warning")]
+    (tree / "toy/a.py").write_text("edited = 1\n")
+    assert ("toy for small", "problem") in found()
 
 
 def test_a_folder_that_is_no_checkout(project: Project, tmp_path):
