@@ -50,6 +50,21 @@ def test_enough_elements_to_show_every_fp32_rounding():
     assert same(conv1d.varlen(x, weight, starts_of([1500])), reference.conv1d(x, weight))
 
 
+def test_the_order_of_the_taps_shows():
+    # Large terms that cancel: what a small one keeps depends on when it is added.
+    x = samples.bf16((400, 64), 1, -3, 3)
+    x = torch.where(x.abs() > 1, x.sign() * 2.0**20, x)
+    weight = samples.bf16((64, 4), 2, 0, 1).sign()
+    law, window = reference.conv1d(x, weight), torch.cat([torch.zeros(3, 64), x.float()])
+    newest_first = torch.zeros(400, 64)
+    for j in reversed(range(4)):
+        newest_first += weight[:, j].float() * window[j : j + 400]
+    other = torch.nn.functional.silu(newest_first).bfloat16()
+    apart = (law.float() - other.float()).abs() > 2**-4 * law.float().abs()
+    assert apart.float().mean() > 0.05
+    assert same(conv1d.varlen(x, weight, starts_of([400])), law)
+
+
 def test_values_are_right():
     x, weight = samples.bf16((50, 32), 1, -3, 3), samples.bf16((32, 4), 2, -3, 1)
     acc = torch.nn.functional.conv1d(
