@@ -13,7 +13,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 and CASE=qwen3-tiny can be given on the command line"
 
-setup: ## virtual environment, pinned upstreams fetched and patched (about 5 minutes, 4 GB of disk)
+setup: ## virtual environment, pinned upstreams fetched and patched (figures: README.md)
 	@PYTHON=$(PYTHON) VENV=$(VENV) scripts/setup.sh
 
 demo: setup ## prove the case smollm2-135m end to end on this CPU
@@ -31,7 +31,7 @@ test: setup ## the test suite
 test-slow: setup ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m "slow and not gpu"
 
-test-upstream: setup ## upstream's own tests of patched code, unmodified against patched (4 minutes)
+test-upstream: setup ## upstream's own tests of patched code, unmodified against patched
 	@$(BIN)/python scripts/upstream_tests.py
 
 check: setup ## lint, format, types, patch series, contracts, generated pages, wording

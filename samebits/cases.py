@@ -14,7 +14,7 @@ class Status:
 
     verdict      EQUAL, DIFFERENT, NOT_OBSERVED, STALE, `not proved`, or the id of a refusal
     tokens       leg -> tokens compared; legs are never summed
-    mismatches   leg -> mismatching tokens
+    mismatches   leg -> mismatching tokens; leg O is not there, it compares distances, not bits
     not_shown    what the evidence itself says it does not cover
     """
 
@@ -25,6 +25,15 @@ class Status:
     stale: list[str]
     not_shown: list[str]
     date: str | None
+
+    def legs(self) -> list[str]:
+        """One text per leg: `A 0 of 1,320`."""
+        return [
+            f"{leg} {self.mismatches[leg]:,} of {count:,}"
+            if leg in self.mismatches
+            else f"{leg} (distances of {count:,})"
+            for leg, count in self.tokens.items()
+        ]
 
     def as_dict(self) -> dict:
         """For `--json`."""
@@ -46,7 +55,7 @@ def status(case: str) -> Status:
         case=case,
         verdict=result.status,
         tokens={leg: row["tokens"] for leg, row in report["legs"].items()},
-        mismatches={leg: row["mismatches"] for leg, row in report["legs"].items()},
+        mismatches={leg: row["mismatches"] for leg, row in report["legs"].items() if leg != "O"},
         stale=list(result.stale),
         not_shown=list(predicate["claim"]["not_covered"]),
         date=predicate["environment"]["happenstance"]["finished"][:10],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samebits.errors import Refused
+from samebits.errors import Refused, word
 from samebits.recipe import Recipe
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -61,7 +61,7 @@ def load(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
             "SB1007",
             seen=f"{file.name} of {recipe.case}: {problem}",
             required="a header line, then one prompt a line",
-            hint=f"git checkout -- {file}",
+            hint=f"git -C {word(file.parent)} checkout -- {word(file.name)}",
         ) from None
     return [
         Prompt(encode(row["question"], tokenizer), row["answer"], row["task"], row["question"])

@@ -12,15 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from samebits import cases, recipe
+from samebits import bench, cases, recipe
+from samebits.errors import NotObserved
 from samebits.patching import pins
 from samebits.patching.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[1]
+MANY_ROWS = 24
 LEGS = {
     "A": "a row alone = the row in any batch",
     "B": "decode = prefill, under splits, prefix hits, preemption",
@@ -28,7 +31,7 @@ LEGS = {
     "D": "every claimed layout = one rank",
     "E": "still equal after optimizer steps and refits",
     "F": "whole logit rows, by digest",
-    "O": "no further from an fp32 oracle than stock",
+    "O": "no further from an fp32 oracle than stock; distances, not bits",
     "rl": "RL run, all steps",
 }
 
@@ -42,15 +45,11 @@ def case_table() -> str:
     """Per case: verdict, then tokens and mismatches of each leg."""
     rows = []
     for status in cases.all_statuses():
-        legs = ", ".join(
-            f"{leg} {count:,}" if leg == "O" else f"{leg} {status.mismatches[leg]:,} of {count:,}"
-            for leg, count in status.tokens.items()
-        )
         rows.append(
             [
                 f"[{status.case}](cases/{status.case}/recipe.md)",
                 status.verdict,
-                legs or "-",
+                ", ".join(status.legs()) or "-",
                 "; ".join(status.not_shown) or "-",
                 status.date or "-",
             ]
@@ -84,20 +83,50 @@ def control_table() -> str:
     return _table(["case", "leg", "pair", "mismatches", "control", "its mismatches"], rows)
 
 
+def _benchmark(row: dict) -> list[str]:
+    """Columns of one recorded row."""
+    target = "-" if row["target"] is None else f"{row['target']:.2f}"
+    met = {None: "-", True: "yes", False: "no"}[row["met"]]
+    ours = f"{row['ours']:,} {row['unit']}"
+    against = f"{row['against']['name']}: {row['against']['time']:,}"
+    return [row["work"], ours, against, f"{row['ratio']:.2f}", target, met]
+
+
+def _kinds(rows: list[dict]) -> list[list[str]]:
+    """Columns for each operator and what it is compared with: ratios, and targets met."""
+    found: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        found.setdefault((row["work"].split()[0], row["against"]["name"]), []).append(row)
+    lines = []
+    for (work, against), group in found.items():
+        ratios = sorted(row["ratio"] for row in group)
+        judged = [row["met"] for row in group if row["met"] is not None]
+        spread = f"{ratios[0]:.2f} .. {ratios[-1]:.2f}"
+        middle = f"{statistics.median(ratios):.2f}"
+        met = f"{sum(judged)} of {len(judged)}" if judged else "-"
+        lines.append([work, against, str(len(group)), middle, spread, met])
+    return lines
+
+
 def bench_table() -> str:
-    path = ROOT / "cases" / "bench.json"
-    if not path.exists():
+    """One table per machine: each row, or a line per operator where there are many."""
+    try:
+        recorded = bench.recorded()
+    except NotObserved:
         return "Nothing recorded yet."
-    rows = []
-    for row in json.loads(path.read_text()):
-        target = "-" if row["target"] is None else f"{row['target']:.2f}"
-        met = {None: "-", True: "yes", False: "no"}[row["met"]]
-        ours = f"{row['ours']:,} {row['unit']}"
-        against = f"{row['against']['name']}: {row['against']['time']:,}"
-        rows.append([row["work"], ours, against, f"{row['ratio']:.2f}", target, met])
-    hardware = sorted({row["hardware"] for row in json.loads(path.read_text())})
-    table = _table(["work", "ours", "against", "ratio", "target", "met"], rows)
-    return f"{table}\n\nMeasured on: {'; '.join(hardware)}."
+    machines: dict[str, list[dict]] = {}
+    for row in recorded:
+        machines.setdefault(row["hardware"], []).append(row)
+    parts = []
+    for hardware, rows in machines.items():
+        if len(rows) <= MANY_ROWS:
+            header = ["work", "ours", "against", "ratio", "target", "met"]
+            table = _table(header, [_benchmark(row) for row in rows])
+        else:
+            header = ["operator", "against", "rows", "median ratio", "ratios", "targets met"]
+            table = _table(header, _kinds(rows))
+        parts.append(f"On {hardware}, {max(row['date'] for row in rows)}:\n\n{table}")
+    return "\n\n".join(parts)
 
 
 def pin_table() -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from samebits import files
 from samebits.errors import NotObserved, Refused
+from samebits.patching.workspace import Workspace
 
 NAMES = ("gemm", "attention", "rms_norm", "rotary", "silu_mul", "logprob", "rollout")
 
@@ -47,6 +49,12 @@ def run(names: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def refuse_read_only() -> None:
+    """Refuse, before anything is timed, where rows could not be recorded."""
+    with Workspace.find().writing(), tempfile.TemporaryFile(dir=_file().parent):
+        pass
+
+
 def record(rows: list[dict[str, Any]]) -> None:
     """Replace recorded rows of the same (work, hardware), keep the others."""
     path = _file()
@@ -59,13 +67,16 @@ def record(rows: list[dict[str, Any]]) -> None:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The recorded rows; NotObserved SB0910 where nothing was recorded."""
-    path = _file()
-    if not path.exists():
+    """The rows of every `cases/bench*.json`; NotObserved SB0910 where nothing was recorded.
+
+    `bench.json` is of engines and operators on CPUs; `samebits.bench.gpu` writes a file of its own.
+    """
+    paths = sorted(_file().parent.glob("bench*.json"))
+    if not paths:
         raise NotObserved(
             "SB0910",
-            seen="no cases/bench.json",
+            seen="no cases/bench*.json",
             required="recorded rows",
             hint="samebits bench run --record",
         )
-    return json.loads(path.read_text())
+    return [row for path in paths for row in json.loads(path.read_text())]

@@ -1,9 +1,7 @@
 """The `samebits` command: its verbs, loaded when used, and its exit codes.
 
-    0 equal or done          2 bad input or refused       4 internal error
-    1 different              3 not observed or stale      130 interrupted
-
-Data goes to stdout, messages and progress to stderr.
+Every verb has the same exit codes (EXIT_CODES) and the same plain form of help. Data goes to
+stdout, messages and progress to stderr.
 """
 
 from __future__ import annotations
@@ -21,16 +19,26 @@ from typer.core import TyperCommand, TyperGroup
 from samebits import __version__
 from samebits.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, SamebitsError
 
+HELP = """Make vLLM and Megatron-core compute the same token log-probabilities, and prove it.
+
+Both engines compute bit-identical values from the same weights; patches, contract and evidence of
+each model case say how, and show that it is so. Data goes to stdout, messages and progress to
+stderr."""
+EXIT_CODES = (
+    "Exit codes: 0 equal or done, 1 different, 2 bad input or refused, 3 not observed or stale, "
+    "4 internal error, 130 interrupted."
+)
+
 # verb -> (module with an `app`, one line of help); a module may hold several verbs.
 VERBS = {
     "patch": ("patch", "Build, check, export and compare the patch series."),
     "contract": ("contract", "Build, show, compare and admit a case's contract."),
     "prove": ("prove", "Run the gates of a case and write its evidence."),
     "verify": ("evidence", "Recompute the verdict of recorded evidence."),
-    "rl": ("rl", "Run a short RL loop and count mismatched log-probabilities."),
+    "rl": ("rl", "Run a short RL loop and count differing log-probabilities."),
     "case": ("case", "List the model cases and their status; show one."),
     "bench": ("bench", "Run the benchmarks, or show the recorded rows."),
-    "measure": ("measure", "Say how far your own rollout and trainer log-probabilities are apart."),
+    "measure": ("measure", "Say how far two dumps of log-probabilities are apart."),
     "doctor": ("doctor", "Check this machine before a job."),
     "explain": ("evidence", "Say what an error id means."),
     "env": ("env", "Print what decides bits on this machine."),
@@ -61,8 +69,11 @@ class _Verbs(TyperGroup):
 
 def _load(verb: str) -> Any:
     module = importlib.import_module(f"samebits.cli.{VERBS[verb][0]}")
+    module.app.rich_markup_mode = None
     group = typer.main.get_group(module.app)
     commands = group.commands
+    for command in (group, *commands.values()):
+        command.epilog = EXIT_CODES
     if len(commands) == 1 and module.app.registered_callback is None:
         return next(iter(commands.values()))
     return commands.get(verb, group)
@@ -75,7 +86,9 @@ def _print_version(_ctx: Any, _param: Any, value: bool) -> None:
 
 
 def _group() -> _Verbs:
-    app = typer.Typer(cls=_Verbs, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+    app = typer.Typer(
+        cls=_Verbs, no_args_is_help=True, help=HELP, epilog=EXIT_CODES, rich_markup_mode=None
+    )
 
     @app.callback()
     def root(

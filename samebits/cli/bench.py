@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
+
+from samebits.cli.output import show_json, show_table
 
 app = typer.Typer(no_args_is_help=True, help="Ratios against native operators, behind a bit gate.")
 
@@ -22,12 +23,15 @@ def run(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Time each operator against its native counterpart in one run.
+    """Time each operator against its native counterpart.
 
-    A benchmark whose bit gate is red prints nothing and ends with exit code 1.
+    Both sides run in turns. A benchmark whose bit gate is red prints nothing and counts as
+    different.
     """
     from samebits import bench
 
+    if record:
+        bench.refuse_read_only()
     rows = bench.run(names or [])
     if record:
         bench.record(rows)
@@ -36,28 +40,35 @@ def run(
 
 @app.command()
 def show(as_json: Json = False) -> None:
-    """The recorded rows: work, against, ratio, target, met, hardware, date."""
+    """Show the recorded rows of every machine."""
     from samebits import bench
+    from samebits.errors import NotObserved
 
-    _print(bench.recorded(), as_json)
+    try:
+        rows = bench.recorded()
+    except NotObserved:
+        if as_json:
+            show_json([])
+        raise
+    _print(rows, as_json)
 
 
 def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        show_json(rows)
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("work", "ours", "against", "ratio", "target", "met", "date", box=None)
-    for row in rows:
-        table.add_row(
+    columns = ("work", "ours", "against", "ratio", "target", "met", "hardware", "date")
+    cells = [
+        (
             row["work"],
             f"{row['ours']:,} {row['unit']}",
             f"{row['against']['name']} {row['against']['time']:,}",
             f"{row['ratio']:.2f}",
             "-" if row["target"] is None else f"{row['target']:.2f}",
             {None: "-", True: "yes", False: "no"}[row["met"]],
+            row["hardware"].partition(" (")[0],
             row["date"],
         )
-    Console(width=160).print(table)
+        for row in rows
+    ]
+    show_table(columns, cells)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
+
+from samebits.cli.output import show_json, show_table
 
 app = typer.Typer(no_args_is_help=True, help="The model cases and their status.")
 
@@ -14,27 +15,33 @@ app = typer.Typer(no_args_is_help=True, help="The model cases and their status."
 def list_cases(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Status of every case, recomputed from its evidence. Exit code 0 whatever the verdicts are."""
+    """Show the status of every case, recomputed from its evidence.
+
+    Verdicts do not move the exit code; `samebits verify CASE` is for that.
+    """
     from samebits.cases import all_statuses
 
     found = all_statuses()
     if as_json:
-        typer.echo(json.dumps([status.as_dict() for status in found], indent=2))
+        show_json([status.as_dict() for status in found])
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("case", "verdict", "tokens per leg", "mismatches", "date", "stale", box=None)
-    for status in found:
-        table.add_row(
+    columns = ("case", "verdict", "mismatches of tokens, per leg", "date", "stale")
+    rows = [
+        (
             status.case,
             status.verdict,
-            "  ".join(f"{leg} {count:,}" for leg, count in status.tokens.items()) or "-",
-            str(sum(status.mismatches.values())) if status.tokens else "-",
+            "\n".join(status.legs()) or "-",
             status.date or "-",
-            "; ".join(status.stale) or "-",
+            _first(status.stale),
         )
-    Console(width=160).print(table)
+        for status in found
+    ]
+    show_table(columns, rows)
+
+
+def _first(reasons: list[str]) -> str:
+    more = f"\nand {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    return reasons[0] + more if reasons else "-"
 
 
 @app.command()
@@ -42,11 +49,12 @@ def show(
     case: Annotated[str, typer.Argument(help="Name of a case.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Recipe digest, series, layouts and status of one case."""
+    """Show series, layouts and status of one case."""
     from samebits import recipe as recipes
     from samebits.cases import status
 
     recipe = recipes.load(case)
+    found = status(recipe.case)
     record = {
         "case": recipe.case,
         "recipe": recipe.digest,
@@ -55,10 +63,26 @@ def show(
         "trainer_tp": list(recipe.trainer_tp),
         "rollout_tp": list(recipe.rollout_tp),
         "legs": sorted(recipe.legs),
-        "status": status(recipe.case).as_dict(),
+        "status": found.as_dict(),
     }
     if as_json:
-        typer.echo(json.dumps(record, indent=2))
+        show_json(record)
         return
-    for name, value in record.items():
-        typer.echo(f"{name:<13}{value if not isinstance(value, dict) else json.dumps(value)}")
+    lines = {
+        "case": [recipe.case],
+        "architecture": [recipe.architecture],
+        "recipe": [recipe.digest],
+        "series": [f"{upstream}: {name}" for upstream, name in recipe.series.items()],
+        "trainer TP": [", ".join(map(str, recipe.trainer_tp))],
+        "rollout TP": [", ".join(map(str, recipe.rollout_tp))],
+        "legs": [", ".join(sorted(recipe.legs))],
+        "verdict": [f"{found.verdict}, {found.date}" if found.date else found.verdict],
+        "mismatches": found.legs(),
+        "stale": found.stale,
+        "not shown": found.not_shown,
+    }
+    show_table(
+        ("", ""),
+        [(name, "\n".join(texts)) for name, texts in lines.items() if texts],
+        header=False,
+    )

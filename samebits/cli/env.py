@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
+
+from samebits.cli.output import show_json
 
 app = typer.Typer()
 
 
 @app.command()
 def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Print what decides bits on this machine (`intent`), and what only happens to be so."""
+    """Print what decides bits on this machine.
+
+    `intent` decides them; `happenstance` only happens to be so.
+    """
     from samebits import env as environment
 
     record = environment.record()
     if as_json:
-        typer.echo(json.dumps(record, indent=2))
+        show_json(record)
         return
     for part, values in record.items():
         typer.echo(part)

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samebits.cli.output import show_json, show_table
+
 if TYPE_CHECKING:
     from samebits.measure import Report
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer()
 
 
 @app.command()
 def measure(
     files: Annotated[
         list[Path],
-        typer.Argument(help="One file with both sides, or a rollout file and a trainer file."),
+        typer.Argument(
+            help="One file with both sides, or a rollout file and a trainer file; `-` is stdin."
+        ),
     ],
     min_tokens: Annotated[
         int, typer.Option(min=1, help="Fewer equal tokens than this prove nothing.")
     ] = 100,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say how far rollout and trainer log-probabilities are apart, where, and why.
+    """Say how far two dumps of log-probabilities are apart.
+
+    The report counts tokens whose bits differ, and says where they are and what it looks like.
 
     FILES are JSON Lines, plain or .gz, one line per sequence, natural logarithms of the sampled
     tokens:
@@ -38,15 +43,14 @@ def measure(
     rollout_log_probs, old_log_probs, responses, response_mask. Two files (rollout first) are
     joined by `id`.
 
-    Exit codes: 0 equal, 1 different, 2 bad input, 3 too few tokens or a rounded dump, 4 internal
-    error.
+    Too few tokens, none that is finite, or a rounded dump count as not observed.
     """
     from samebits.measure import measure as compare
     from samebits.measure import read
 
     report = compare(read(files), min_tokens)
     if as_json:
-        typer.echo(json.dumps(_plain({**report.as_dict(), "exit_code": report.exit_code})))
+        show_json(_plain({**report.as_dict(), "exit_code": report.exit_code}))
     else:
         _show(report)
     raise typer.Exit(report.exit_code)
@@ -63,7 +67,6 @@ def _plain(value: Any) -> Any:
 
 def _show(report: Report) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
     totals = report.totals
@@ -85,15 +88,20 @@ def _show(report: Report) -> None:
             "worst sequences": report.worst_sequences,
         }
         for title, rows in tables.items():
-            table = Table(title, box=None, pad_edge=False)
-            for column in ("tokens", "different", "max |dlogp|", "mean |dlogp|", "share"):
-                table.add_column(column, justify="right")
-            for row in rows:
-                counts = (f"{row.tokens:,}", f"{row.mismatches:,}")
-                sizes = (f"{row.max_abs:.3g}", f"{row.mean_abs:.3g}", f"{row.share:.0%}")
-                table.add_row(row.name, *counts, *sizes)
+            names = ("tokens", "different", "max |dlogp|", "mean |dlogp|", "share")
+            cells = [
+                (
+                    row.name,
+                    f"{row.tokens:,}",
+                    f"{row.mismatches:,}",
+                    f"{row.max_abs:.3g}",
+                    f"{row.mean_abs:.3g}",
+                    f"{row.share:.0%}",
+                )
+                for row in rows
+            ]
             console.print()
-            console.print(table)
+            show_table((title, *names), cells, right=names)
     for number, smell in enumerate(report.smells, start=1):
         head = f"{number}. {smell.kind}: {smell.name} ({smell.confidence} confidence)"
         console.print(f"\n{head}\n   {smell.says}\n   fix: {smell.fix}", markup=False)

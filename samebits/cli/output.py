@@ -24,13 +24,17 @@ def show_rows(rows: list[dict], as_json: bool, line: Callable[[dict], str]) -> N
 
 
 def show_table(
-    columns: Iterable[str], rows: Iterable[Iterable[str]], *, right: Iterable[str] = ()
+    columns: Iterable[str],
+    rows: Iterable[Iterable[str]],
+    *,
+    right: Iterable[str] = (),
+    header: bool = True,
 ) -> None:
     """Print a table; the columns named in `right` are aligned on that side."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, show_header=header)
     for name in columns:
         table.add_column(name, justify="right" if name in set(right) else "left")
     for row in rows:

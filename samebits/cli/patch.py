@@ -98,7 +98,10 @@ def apply(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Fetch the pinned sources, build the patched trees, print their paths."""
+    """Build the patched trees and print their paths.
+
+    Pinned sources are fetched through pip's own configuration where they are missing.
+    """
     workspace = _workspace(context)
     chosen = _selected(workspace, upstreams)
     if (source or checkout) and len(chosen) != 1:
@@ -188,7 +191,7 @@ def drift(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say which patches still apply to another release, and why others do not."""
+    """Say which patches still apply to another release."""
     workspace = _workspace(context)
     (pin,) = _selected(workspace, [upstream])
     found = checking.drift(workspace, pin, against, model)

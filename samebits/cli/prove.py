@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
+
+from samebits.cli.output import show_json, show_table
 
 app = typer.Typer()
 
@@ -32,17 +33,16 @@ def prove(
     """Run every leg with its negative control, and judge the counts.
 
     Finished stages of an interrupted run are reused. On a difference, `difference.json` beside the
-    evidence says which layer, region and element differ first. Exit code: 0 equal, 1 different,
-    2 refused, 3 not observed.
+    evidence says which layer, region and element differ first.
     """
-    from samebits.errors import Refused
+    from samebits.errors import Refused, word
 
     if record and quick:
         raise Refused(
             "SB0903",
             seen="--record with --quick",
             required="one of them",
-            hint=f"samebits prove {case} --record",
+            hint=f"samebits prove {word(case)} --record",
         )
     if locate is not None:
         raise typer.Exit(_locate(case, locate, quick, record, as_json))
@@ -62,7 +62,7 @@ def prove(
         outcome.differences,
     )
     if as_json:
-        print(json.dumps(statement.data, indent=1))
+        show_json(statement.data)
     else:
         _table(statement.predicate)
         for reason in judge(statement.predicate).reasons:
@@ -83,7 +83,7 @@ def _locate(case: str, sequence: int, quick: bool, record: bool, as_json: bool) 
     with locked_run(case, Size.of(quick=quick, record=record)) as run:
         found = locate.sequence_alone(run, sequence)
     if as_json:
-        print(json.dumps([report.as_dict() for report in found], indent=1))
+        show_json([report.as_dict() for report in found])
     else:
         for report in found:
             print(f"{report}\n")
@@ -93,17 +93,12 @@ def _locate(case: str, sequence: int, quick: bool, record: bool, as_json: bool) 
 
 
 def _table(predicate) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("leg", "pair", box=None, pad_edge=False)
-    for name in ("tokens", "mismatches", "max |dlogp|"):
-        table.add_column(name, justify="right")
-    table.add_column("control")
-    table.add_column("its mismatches", justify="right")
+    numbers = ("tokens", "mismatches", "max |dlogp|", "its mismatches")
+    columns = ("leg", "pair", *numbers[:3], "control", numbers[3])
+    rows = []
     for record in predicate["comparisons"]:
         largest, control = record["max_abs"], record["control"]
-        table.add_row(
+        row = (
             record["leg"],
             record["name"],
             f"{record['tokens']:,}",
@@ -112,10 +107,11 @@ def _table(predicate) -> None:
             "-" if control is None else control["name"],
             "" if control is None else f"{control['mismatches']:,} of {control['tokens']:,}",
         )
+        rows.append(row)
     for record in predicate["oracle"]:
         aligned, stock = (float(record[f"{a}_mean"]["decimal"]) for a in ("aligned", "stock"))
         control = record["control"]
-        table.add_row(
+        row = (
             "O",
             record["name"],
             f"{record['tokens']:,}",
@@ -124,4 +120,5 @@ def _table(predicate) -> None:
             control["name"],
             f"mean {float(control['mean']['decimal']):.3g}",
         )
-    Console(width=140).print(table)
+        rows.append(row)
+    show_table(columns, rows, right=numbers)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-import json
 from typing import Annotated
 
 import typer
+
+from samebits.cli.output import show_json, show_table
 
 app = typer.Typer()
 
@@ -29,9 +30,9 @@ def rl(
         bool, typer.Option("--json", help="Print the records of all steps.")
     ] = False,
 ) -> None:
-    """Rollout in vLLM, score in Megatron, verl's loss, optimizer step, refit, and again.
+    """Run a short on-policy RL loop and count differing log-probabilities.
 
-    Exit code: 0 when no log-probability of the run differs in a bit, else 1.
+    A step is a rollout in vLLM, a score in Megatron, verl's loss, an optimizer step and a refit.
     """
     from samebits.gates.prove import Size, locked_run
     from samebits.gates.rl import run_rl
@@ -42,7 +43,7 @@ def rl(
         stage = run_rl(run, steps=count, arithmetic=arithmetic.value)
     total = compare(stage.streams["rollout"], stage.streams["trainer"])
     if as_json:
-        print(json.dumps(stage.facts["steps"], indent=1))
+        show_json(stage.facts["steps"])
     else:
         _table(stage.facts["steps"])
         values = total.values
@@ -56,15 +57,12 @@ def rl(
 
 
 def _table(steps) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("step", box=None, pad_edge=False)
-    names = ("tokens", "mismatches", "max_abs", "mean_abs", "k3_kl", "is_ratio_max")
-    for name in (*names, "is_ratio_median", "reward", "loss", "grad_norm"):
-        table.add_column(name, justify="right")
+    names = (
+        *("tokens", "mismatches", "max_abs", "mean_abs", "k3_kl", "is_ratio_max"),
+        *("is_ratio_median", "reward", "loss", "grad_norm"),
+    )
+    rows = []
     for record in steps:
-        row = [record[name] for name in (*names, "is_ratio_median", "reward", "loss", "grad_norm")]
-        cells = [f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for v in row]
-        table.add_row(str(record["step"]), *cells)
-    Console(width=140).print(table)
+        cells = [f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for v in map(record.get, names)]
+        rows.append([str(record["step"]), *cells])
+    show_table(("step", *names), rows, right=names)

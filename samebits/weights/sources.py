@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from samebits.contract.dims import dims_of
-from samebits.errors import Refused
+from samebits.errors import Refused, word
 from samebits.patching import fetch
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
@@ -136,7 +136,7 @@ def _foreign(path: str, problem: str, folder: Path) -> Refused:
         "SB0704",
         seen=f"{path}: {problem}",
         required="the folder as `prepare` wrote it",
-        hint=f"mv {folder} {folder}.old",
+        hint=f"mv {word(folder)} {word(folder.with_name(f'{folder.name}.old'))}",
     )
 
 
@@ -213,8 +213,8 @@ def _extract(recipe: Recipe, wheel: Path, folder: Path) -> Path:
         ):
             shutil.copyfileobj(source, out, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as problem:
-        raise _not_pinned(f"{wheel.name}: {problem}", member, f"rm -f {wheel}") from None
-    _check_sha256(path, recipe.source["sha256"], f"rm -f {wheel}")
+        raise _not_pinned(f"{wheel.name}: {problem}", member, f"rm -f {word(wheel)}") from None
+    _check_sha256(path, recipe.source["sha256"], f"rm -f {word(wheel)}")
     return path
 
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from samebits import bits
-from samebits.errors import Refused
+from samebits.errors import Refused, word
 from samebits.weights.checksums import tensor_checksum
 
 _PREFIX = "samebits-weights"
@@ -265,7 +265,7 @@ class _Segment:
             "SB0709",
             seen=f"no space left in {self.path.parent} after {self._size} bytes",
             required=f"room for {wanted} more bytes",
-            hint=f"df -h {_SHARED_MEMORY} {tempfile.gettempdir()}",
+            hint=f"df -h {_SHARED_MEMORY} {word(tempfile.gettempdir())}",
         )
 
 
