@@ -42,8 +42,8 @@ def test_bits_equal_the_reference(low, high):
 
 def test_every_input_equals_the_reference_and_is_right():
     every = torch.arange(-32768, 32768).to(torch.int16).view(torch.bfloat16)
-    every = every[every.isfinite() & (every.abs() < 1e30)][:, None].repeat(1, 3)
-    inputs = every, every, torch.tensor([-1.5, 0.0, 2.7]), torch.tensor([0.0, -4.5, 1.0]).bfloat16()
+    every = every[every.isfinite() & (every.abs() < 1e30)][:, None].repeat(1, 2)
+    inputs = every, every, torch.tensor([-1.5, 2.7]), torch.tensor([0.0, -4.5]).bfloat16()
     (g, beta), law = gdn_gate.gate(*inputs), reference.gate(*inputs)
     assert same(g, law[0]) and same(beta, law[1])
     # The sum of a and dt_bias is rounded to fp32 first; that is part of the schedule.
