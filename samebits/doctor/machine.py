@@ -120,13 +120,14 @@ def _upstreams(workspace: Workspace | None) -> Iterator[Finding]:
 
 def _trees(workspace: Workspace, pin: pins.Pin) -> Iterator[Finding]:
     """The tree of each model against its recorded id, its series and its own files."""
-    ready, refused = [], {}
+    ready: list[str] = []
+    refused: dict[str, Refused] = {}
     for model in pin.trees or {}:
         try:
             trees.tree_path(pin.name, model, workspace)
             ready.append(model)
-        except Refused as error:
-            refused[model] = error
+        except Refused as problem:
+            refused[model] = problem
     if ready:
         seen = f"{pin.version}, patched trees for {', '.join(ready)}"
         yield Finding(pin.distribution, "ok", seen)
