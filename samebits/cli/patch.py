@@ -26,7 +26,7 @@ class _Rooted(TyperGroup):
         try:
             return super().invoke(ctx)
         except SamebitsError as error:
-            if ctx.obj is not None:
+            if ctx.obj is not None and error.error_id != "SB0124":  # that root is the wrong one
                 option = f"samebits patch --root {word(ctx.obj)} "
                 error.hint = error.hint.replace("samebits patch ", option)
             raise

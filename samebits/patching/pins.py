@@ -85,7 +85,7 @@ def load(workspace: Workspace) -> dict[str, Pin]:
             "SB0124",
             seen=f"{workspace.root} has no patches/pins.yaml",
             required="a checkout of the project",
-            hint="samebits patch --help",
+            hint="samebits patch check",  # of the checkout that the package lies in
         )
     try:
         return _parsed(path)

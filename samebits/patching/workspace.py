@@ -69,7 +69,7 @@ class Workspace:
                     "SB0123",
                     seen=str(error),
                     required=f"{self.root} and its build/ writable for this user",
-                    hint=f"git clone {word(self.root)} {word(f'{self.root.name}-writable')}",
+                    hint=f"git clone {word(self.root)} ~/{word(f'{self.root.name}-writable')}",
                 ) from error
             raise
 

@@ -227,6 +227,7 @@ def test_a_folder_that_is_no_checkout(project: Project, tmp_path):
     (project.root / "patches/pins.yaml").unlink()
     done = project.run("check")
     assert (done.code, done.error_id) == (2, "SB0124")
+    assert done.error.hint == "samebits patch check"
 
 
 def test_paths_in_hints_work_from_the_current_folder(project: Project, monkeypatch):
