@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,11 @@ class Recipe:
         return self.data.get("rl")
 
     @property
+    def run(self) -> Mapping[str, int]:
+        """Sizes of a recorded run that differ from `gates.prove.Size.full`."""
+        return self.data.get("run", {})
+
+    @property
     def digest(self) -> str:
         """sha256 of the canonical document; comments and layout of the YAML do not count."""
         return canonical.digest(self.data)
@@ -172,9 +178,10 @@ def schema() -> dict[str, Any]:
 
 
 def cases_folder() -> Path:
-    """`cases/` of the working directory, or else of the source tree."""
-    here = Path.cwd() / "cases"
-    return here if here.is_dir() else Path(__file__).resolve().parents[1] / "cases"
+    """`cases/` of the checkout whose patches and builds are used (`Workspace.find`)."""
+    from samebits.patching.workspace import Workspace
+
+    return Workspace.find().root / "cases"
 
 
 def known_cases() -> list[str]:
@@ -185,10 +192,20 @@ def known_cases() -> list[str]:
 
 def find(case: str | Path) -> Path:
     """The recipe file of a case name, a case folder or a recipe file."""
+    return _find(case).resolve()
+
+
+def _find(case: str | Path) -> Path:
+    """As `find`, before symbolic links are followed. A bare name is a case before it is a folder
+    of the working directory."""
     given = Path(case)
-    for candidate in (given, given / "recipe.yaml", cases_folder() / given / "recipe.yaml"):
+    if os.sep not in str(case) and given.name not in ("recipe.yaml", "..", ""):
+        candidates = [cases_folder() / given / "recipe.yaml", given / "recipe.yaml"]
+    else:
+        candidates = [given, given / "recipe.yaml"]
+    for candidate in candidates:
         if candidate.is_file() and candidate.name == "recipe.yaml":
-            return candidate.resolve()
+            return Path(os.path.abspath(candidate))
     raise Refused(
         "SB0322",
         seen=f"no case {str(case)!r}",
@@ -199,7 +216,8 @@ def find(case: str | Path) -> Path:
 
 def load(case: str | Path) -> Recipe:
     """Load and validate the recipe of a case (name, folder or file)."""
-    path = find(case)
+    asked = _find(case)
+    path = asked.resolve()
     try:
         data = yaml.load(path.read_text(), _StrictLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -216,7 +234,22 @@ def load(case: str | Path) -> Recipe:
             _decimal(data["model"]["config"][name], f"{path}, model/config/{name}")
     if "rl" in data:
         _decimal(data["rl"]["learning_rate"], f"{path}, rl/learning_rate")
+    for place in (asked, path):
+        _check_folder(data["case"], place)
     return Recipe(path, data)
+
+
+def _check_folder(case: str, path: Path) -> None:
+    """A case is called as its folder of `cases/`; one that starts with `_` is a form to fill in."""
+    folder = path.parent
+    if folder.parent.name != "cases" or folder.name == case or folder.name.startswith("_"):
+        return
+    raise Refused(
+        "SB0324",
+        seen=f"{path}: case {case}",
+        required=f"case {folder.name}, the name of its folder",
+        hint="samebits explain SB0324",
+    )
 
 
 def _decimal(text: str, where: str) -> None:

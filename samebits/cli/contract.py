@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from samebits.errors import EXIT_DIFFERENT
+
+if TYPE_CHECKING:
+    from samebits.contract import Contract
+    from samebits.recipe import Recipe
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,9 +34,24 @@ def _path(target: str) -> Path:
     given = Path(target)
     if given.suffix == ".json":
         return given
-    if (given / "contract.json").is_file():
+    if (given / "contract.json").is_file() and not (given / "recipe.yaml").is_file():
         return given / "contract.json"
     return recipes.load(target).contract_path
+
+
+def _load(target: str) -> tuple[Contract, Recipe | None]:
+    """Contract of a target. That of a case must fit the recipe beside it (SB0323)."""
+    from samebits import recipe as recipes
+    from samebits.contract import Contract
+
+    contract = Contract.load(_path(target))
+    assert contract.path is not None
+    beside = contract.path.resolve().with_name("recipe.yaml")
+    if contract.path.name != "contract.json" or not beside.is_file():
+        return contract, None
+    recipe = recipes.load(beside)
+    contract.check_recipe(recipe)
+    return contract, recipe
 
 
 def _previous(path: Path) -> Any:
@@ -82,11 +101,14 @@ def show(
     digests: Annotated[bool, typer.Option("--digests", help="Only the digests.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print what a contract binds."""
+    """Print what a contract binds. Refuses that of a case which is not what the case's recipe asks
+    for, or which names other evidence than the case's."""
     from samebits import runtime
-    from samebits.contract import Contract
+    from samebits.contract.build import check_proofs
 
-    contract = Contract.load(_path(case)) if case else runtime.contract()
+    contract, recipe = _load(case) if case else (runtime.contract(), None)
+    if recipe is not None:
+        check_proofs(contract, recipe)
     shown = {"file": contract.digest, "identity": contract.identity} | dict(contract.digests)
     if digests:
         _print([shown], as_json, lambda row: "\n".join(f"{k:<18}{v}" for k, v in row.items()))
@@ -135,17 +157,17 @@ def diff(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List every field in which two contracts differ; exit 1 when there is one."""
+    """List every field in which two contracts differ; exit 1 when there is one. Refuses that of a
+    case which is not what the case's recipe asks for."""
     from samebits import recipe as recipes
-    from samebits.contract import Contract
     from samebits.contract.build import build as build_contract
     from samebits.contract.build import differences
 
-    one = Contract.load(_path(left))
+    one, recipe = _load(left)
     if right is None:
-        other = build_contract(recipes.load(one.case), previous=one)
+        other = build_contract(recipe or recipes.load(one.case), previous=one)
     else:
-        other = Contract.load(_path(right))
+        other, _ = _load(right)
     rows = [{"field": f, "left": a, "right": b} for f, a, b in differences(one.data, other.data)]
     _print(rows, as_json, lambda row: f"{row['field']}\n  - {row['left']}\n  + {row['right']}")
     if rows:
@@ -162,12 +184,11 @@ def admit(
     import concurrent.futures
     import multiprocessing
 
-    from samebits.contract import Contract
     from samebits.contract.build import admit as add_platform
     from samebits.contract.build import write
 
     path = _path(case)
-    contract = Contract.load(path)
+    contract, _ = _load(case)
     with concurrent.futures.ProcessPoolExecutor(
         2, mp_context=multiprocessing.get_context("spawn")
     ) as pool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from samebits import files
 from samebits import recipe as recipes
 from samebits.contract import canonical
-from samebits.contract.dims import dims_of
+from samebits.contract.fits import decisions_of, deployment_of, model_of, sizes_of
 from samebits.contract.model import CASES, Contract, compute_digests
 from samebits.contract.platform import Binding, describe, run_probes
 from samebits.errors import Refused
@@ -45,20 +45,8 @@ def _check_expressible(recipe: recipes.Recipe) -> None:
 
 def _constants(recipe: recipes.Recipe, implementation: Implementation) -> dict[str, Any]:
     """What the implementation fixes, with what the recipe decides filled in."""
-    decisions: dict[str, dict[str, Any]] = {
-        "gemm.row": {"leaves": recipe.leaves},
-        "logprob": {"leaves": recipe.vocabulary_leaves},
-        "attention": {"partition": recipe.attention_partition},
-        "norm.rms": {"eps": canonical.float_bits(float(recipe.config["rms_norm_eps"]))},
-        "norm.rms_zero_centred": {
-            "eps": canonical.float_bits(float(recipe.config["rms_norm_eps"]))
-        },
-        "norm.gated": {"eps": canonical.float_bits(float(recipe.config["rms_norm_eps"]))},
-        "rope": {"theta": canonical.float_bits(float(recipe.config["rope_theta"]))},
-        "gdn.core": {"schedule": recipe.gdn_schedule or ""},
-    }
     constants: dict[str, Any] = dict(implementation.constants)
-    for name, value in decisions.get(implementation.region, {}).items():
+    for name, value in decisions_of(recipe).get(implementation.region, {}).items():
         if name in constants and constants[name] not in (*FROM_CONTRACT, value):
             raise Refused(
                 "SB0319",
@@ -145,23 +133,16 @@ def build(
                 hint=f"samebits contract build {recipe.case} --renew",
             )
     platforms[key] = {"description": description, "known_answers": answers}
-    dims = dims_of(recipe.config, recipe.architecture)
     contract = seal(
         {
             "schema_version": 1,
-            "model": {
-                "case": recipe.case,
-                "architecture": recipe.architecture,
-                "dims": dims,
-                "dims_digest": canonical.digest(dims),
-                "config_digest": canonical.digest(recipe.data["model"]),
-            },
+            "model": model_of(recipe),
             "cases": list(CASES),
             "composition": composition,
             "claims": {
                 "topology": {
-                    "trainer_tp": {"sizes": sorted(recipe.trainer_tp), "evidence": None},
-                    "rollout_tp": {"sizes": sorted(recipe.rollout_tp), "evidence": None},
+                    axis: {"sizes": sizes, "evidence": None}
+                    for axis, sizes in sizes_of(recipe).items()
                 },
                 "state_invalidation": {
                     "kv_cache": ["weight_sync"],
@@ -169,32 +150,49 @@ def build(
                 },
                 "tolerances": [],
             },
-            "deployment": dict(recipe.engine) | {"weight_transport": "shared_memory"},
+            "deployment": deployment_of(recipe),
             "platforms": platforms,
         }
     )
-    return _with_proof(contract, recipe)
+    claims = dict(contract.data["claims"])
+    proofs = proofs_of(contract, recipe)
+    claims["topology"] = {
+        axis: claim | {"evidence": proofs[axis]} for axis, claim in claims["topology"].items()
+    }
+    return seal(dict(contract.data) | {"claims": claims})
 
 
-def _with_proof(contract: Contract, recipe: recipes.Recipe) -> Contract:
-    """Name the case's evidence in the topology claims, where it proves this very contract EQUAL."""
+def proofs_of(contract: Contract, recipe: recipes.Recipe) -> dict[str, str | None]:
+    """Topology axis -> digest of the case's evidence where it proves this very contract EQUAL."""
     from samebits.evidence.statement import Statement
     from samebits.evidence.verdict import EQUAL, judge_legs
 
+    topology = contract.data["claims"]["topology"]
+    nothing: dict[str, str | None] = dict.fromkeys(topology)
     if not recipe.evidence_path.is_file():
-        return contract
+        return nothing
     statement = Statement.load(recipe.evidence_path)
     identity = statement.predicate["parameters"]["contract"]["identity"]
     if statement.verdict != EQUAL or identity != contract.identity:
-        return contract
-    legs = judge_legs(statement.predicate)
-    claims = dict(contract.data["claims"])
-    claims["topology"] = {
-        axis: claim
-        | {"evidence": statement.digest if claim["sizes"] == [1] or "D" in legs else None}
-        for axis, claim in claims["topology"].items()
+        return nothing
+    ranks = "D" in judge_legs(statement.predicate)
+    return {
+        axis: statement.digest if claim["sizes"] == [1] or ranks else None
+        for axis, claim in topology.items()
     }
-    return seal(dict(contract.data) | {"claims": claims})
+
+
+def check_proofs(contract: Contract, recipe: recipes.Recipe) -> None:
+    """Refuse (SB0325) a topology claim that names other evidence than the one that proves it."""
+    for axis, proof in proofs_of(contract, recipe).items():
+        named = contract.data["claims"]["topology"][axis]["evidence"]
+        if named not in (None, proof):
+            raise Refused(
+                "SB0325",
+                seen=f"{contract.path or 'contract'}: {axis} names evidence {named[:16]}..",
+                required=f"{proof[:16]}.." if proof else "none: no evidence here proves it EQUAL",
+                hint=f"samebits contract build {recipe.case}",
+            )
 
 
 def seal(data: dict[str, Any], path: Path | None = None) -> Contract:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from samebits.contract import canonical
 from samebits.contract.dims import dims_of
+from samebits.contract.fits import misfits
 from samebits.errors import NotObserved, Refused
 from samebits.plan import ReductionPlan
 
 if TYPE_CHECKING:
     from samebits.contract.platform import Binding
     from samebits.ops.registry import Implementation
+    from samebits.recipe import Recipe
 
 ENGINE_CASES = ("engine_decode", "engine_prefill")
 TRAINER_CASES = ("trainer_score", "trainer_train")
@@ -75,6 +77,13 @@ class Contract:
             path = path / "contract.json"
         hint = f"samebits contract build {path.parent}"
         return cls.parse(canonical.read(path, "contract", hint), path)
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Contract:
+        """The contract of a case, `load`ed; SB0323 where it is not what the recipe asks for."""
+        contract = cls.load(recipe.contract_path)
+        contract.check_recipe(recipe)
+        return contract
 
     @classmethod
     def parse(cls, raw: bytes, path: Path | None = None) -> Contract:
@@ -172,6 +181,19 @@ class Contract:
                 hint=f"samebits contract show {self.case}",
             )
 
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Refuse the contract of another case, or of an earlier state of the recipe."""
+        wrong = misfits(self.data, recipe)
+        if wrong:
+            raise Refused(
+                "SB0323",
+                seen=f"{self.path or 'contract'}: "
+                + ", ".join(f"{field} {_show(found)}" for field, found, _ in wrong),
+                required=", ".join(f"{field} {_show(wanted)}" for field, _, wanted in wrong)
+                + f" (recipe of {recipe.case})",
+                hint=f"samebits contract build {recipe.case}",
+            )
+
     def check_peer(self, digest: str, peer: str = "the other engine") -> None:
         """Refuse when the other side loaded other contract bytes."""
         if digest != self.digest:
@@ -208,7 +230,8 @@ class Contract:
 
 
 def _show(value: Any) -> str:
-    return str(canonical.from_bits(value)) if isinstance(value, dict) else str(value)
+    is_float = isinstance(value, dict) and set(value) == {"bits", "dtype"}
+    return str(canonical.from_bits(value)) if is_float else str(value)
 
 
 def _check_consistent(data: Mapping[str, Any], what: str) -> None:

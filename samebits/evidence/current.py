@@ -1,4 +1,4 @@
-"""What evidence depends on, as it is now: tree ids, source hashes, recipe. Reads files only."""
+"""What evidence depends on, as it is now: trees, sources, weights, prompts. Reads files only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samebits import prompts
+from samebits.contract import canonical
 from samebits.contract.sources import source_hash
 
 if TYPE_CHECKING:
@@ -25,6 +27,23 @@ def trees(recipe: Recipe) -> dict[str, str | None]:
     for upstream, series in recipe.series.items():
         pin = known.get(upstream)
         found[upstream] = (pin.trees or {}).get(series) if pin else None
+    return found
+
+
+def dependencies(recipe: Recipe) -> dict[str, str]:
+    """Uri -> sha256 of what a run reads: the source of the weights, and the prompts if any.
+
+    Drawn weights have no file: the digest is that of the model as the recipe describes it.
+    """
+    source = recipe.source
+    if source["kind"] == "gguf-wheel":
+        wheel = f"pkg:pypi/{source['distribution']}@{source['version']}"
+        found = {wheel: source["wheel_sha256"], f"{wheel}#{source['file']}": source["sha256"]}
+    else:
+        found = {f"weights:{source['kind']}": canonical.digest(recipe.data["model"])}
+    file = prompts.path(recipe)
+    if file.is_file():
+        found[file.name] = canonical.sha256(file.read_bytes())
     return found
 
 
@@ -54,12 +73,21 @@ def hook_sources(gdn: bool = False) -> list[dict[str, Any]]:
     return [_source(f"hooks/{engine}", hook_modules(engine, gdn)) for engine in HOOKS]
 
 
-def sources(contract: Contract) -> list[dict[str, Any]]:
-    """Bound implementations and hooks with their content hashes."""
-    bound = [
-        _source(f"implementation/{entry['implementation']}", list(entry["modules"]))
+def bound_sources(contract: Contract) -> list[dict[str, Any]]:
+    """The implementations that a contract binds, as it binds them."""
+    return [
+        {
+            "name": f"implementation/{entry['implementation']}",
+            "modules": list(entry["modules"]),
+            "content_hash": entry["content_hash"],
+        }
         for entry in contract.data["composition"]
     ]
+
+
+def sources(contract: Contract) -> list[dict[str, Any]]:
+    """Bound implementations and hooks with their content hashes."""
+    bound = [_source(entry["name"], entry["modules"]) for entry in bound_sources(contract)]
     return bound + hook_sources(_binds_gdn(bound))
 
 

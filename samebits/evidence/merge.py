@@ -10,7 +10,7 @@ from samebits.errors import Refused
 from samebits.evidence.statement import Statement, seal
 
 _SAME = ("claim", "sources", "verifier")
-_SAME_PARAMETERS = ("case", "recipe", "contract", "legs", "switches")
+_SAME_PARAMETERS = ("case", "recipe", "contract", "layouts", "legs", "switches")
 _SAME_COMPARISON = ("sentence", "compared", "layouts", "fault")
 
 
@@ -62,7 +62,7 @@ def _add(a: Statement, b: Statement) -> Statement:
         if left[name] != right[name]:
             raise _refuse(f"shards with another {name}", "shards of one run")
     for name in _SAME_PARAMETERS:
-        if left["parameters"][name] != right["parameters"][name]:
+        if left["parameters"].get(name) != right["parameters"].get(name):
             raise _refuse(f"shards with another {name}", "shards of one run")
     if a.data["subject"] != b.data["subject"]:
         raise _refuse("shards of other trees or sources", "shards of one run")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from samebits import files
 from samebits.contract import canonical
+from samebits.contract.fits import sizes_of
 from samebits.errors import Refused
-from samebits.evidence.verdict import check_consistent, judge
+from samebits.evidence.verdict import CLAIM, ORACLE_FACTOR, check_consistent, judge
 
 if TYPE_CHECKING:
     from samebits.contract import Contract
@@ -24,7 +25,7 @@ UNSIGNED = (
     "only running it again shows a forgery."
 )
 # Goes up when the rules of `verdict` change.
-VERIFIER = {"id": "samebits.evidence", "version": "1"}
+VERIFIER = {"id": "samebits.evidence", "version": "2"}
 
 
 def schema() -> dict[str, Any]:
@@ -102,14 +103,13 @@ def oracle(
     stock: tuple[float, float],
     command: str,
     control: tuple[str, int, float] | None = None,
-    factor: float = 1.0,
     hazards: Mapping[str, int] | None = None,
     fault: str | None = None,
 ) -> dict[str, Any]:
     """Leg O: distance to an fp32 oracle, (mean, max) |dlogp| of the aligned and the stock arm.
 
-    control   (name of the planted fault, tokens, mean |dlogp|); must be further than
-              `factor` times stock, while the aligned arm must not
+    control   (name of the planted fault, tokens, mean |dlogp|); must be further away than stock
+              (`verdict.ORACLE_FACTOR`), while the aligned arm must not
     """
     return {
         "leg": "O",
@@ -120,7 +120,7 @@ def oracle(
         "aligned_max": number(aligned[1]),
         "stock_mean": number(stock[0]),
         "stock_max": number(stock[1]),
-        "factor": number(factor),
+        "factor": number(ORACLE_FACTOR),
         "hazards": dict(hazards or {}),
         "fault": fault,
         "control": None
@@ -194,7 +194,7 @@ class Statement:
                 required=f"{integrity(data)[:16]}.., the digest of what the file says",
                 hint="samebits explain SB0802",
             )
-        check_consistent(predicate, what)
+        check_consistent(data, what)
         verdict = judge(predicate).verdict
         if predicate["verdict"] != verdict:
             raise Refused(
@@ -259,14 +259,15 @@ def build(
     limits        plain sentences, at least one; that statements are not signed is added
     happenstance  `started` and `finished` (ISO 8601), host class, clocks; never compared
     trees         upstream -> tree id that really ran (default: those that pins.yaml records)
-    dependencies  uri -> sha256 of what was read: weights, capsule, prompts
+    dependencies  uri -> sha256 of what was read (default: the case's weights and prompts, now)
     intent        versions and settings that could move bits (default: the contract's platforms)
     repeats       run name -> `streams_digest` of a repeat on this machine
-    shard         name of this part; `merge` refuses the same part twice
+    shard         `all`, or `IofN` for a part; `merge` refuses the same part twice
     """
     from samebits.evidence import current
 
     ran = current.trees(recipe) if trees is None else trees
+    read = current.dependencies(recipe) if dependencies is None else dependencies
     sources = current.sources(contract)
     subject: list[dict[str, Any]] = [
         {"name": f"tree/{upstream}", "digest": {"gitTree": tree}}
@@ -284,7 +285,7 @@ def build(
             "subject": subject,
             "predicate": {
                 "claim": {
-                    "id": f"{recipe.case}/rollout-equals-trainer",
+                    "id": f"{recipe.case}/{CLAIM}",
                     "sentence": "Rollout and trainer compute the same bits for the "
                     "log-probability of every compared token.",
                     "equality": "bits",
@@ -296,13 +297,14 @@ def build(
                     "recipe": recipe.digest,
                     "contract": {"identity": contract.identity, "digest": contract.digest},
                     "legs": required_legs(legs),
-                    "rl_steps": 0 if rl is None else int((recipe.rl or {}).get("steps", 1)),
+                    "layouts": sizes_of(recipe),
+                    "rl_steps": int((recipe.rl or {}).get("steps", 0 if rl is None else 1)),
                     "seeds": dict(seeds or {}),
                     "switches": dict(switches or {}),
                 },
                 "resolvedDependencies": [
                     {"uri": uri, "digest": {"sha256": digest}}
-                    for uri, digest in sorted((dependencies or {}).items())
+                    for uri, digest in sorted(read.items())
                 ],
                 "environment": {"intent": dict(intent or {}), "happenstance": dict(happenstance)},
                 "sources": sources,

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from samebits import recipe as recipes
+from samebits.contract import Contract
+from samebits.contract.fits import misfits, sizes_of
 from samebits.errors import (
     EXIT_DIFFERENT,
     EXIT_EQUAL,
@@ -15,7 +17,7 @@ from samebits.errors import (
     Refused,
 )
 from samebits.evidence import current
-from samebits.evidence.statement import Statement, required_legs
+from samebits.evidence.statement import VERIFIER, Statement, required_legs
 from samebits.evidence.verdict import DIFFERENT, EQUAL, Judgement, judge, judge_legs
 
 
@@ -88,52 +90,108 @@ def _locate(target: str | Path) -> tuple[Path, recipes.Recipe | None]:
 def _check_parameters(statement: Statement, recipe: recipes.Recipe) -> None:
     """With an unchanged recipe, evidence must ask what the recipe asks."""
     parameters = statement.predicate["parameters"]
-    steps = (0, int((recipe.rl or {}).get("steps", 0)))
-    if parameters["legs"] == required_legs(recipe.legs) and parameters["rl_steps"] in steps:
+    wanted = {
+        "legs": required_legs(recipe.legs),
+        "layouts": sizes_of(recipe),
+        "rl_steps": int((recipe.rl or {}).get("steps", 0)),
+    }
+    wrong = [name for name, value in wanted.items() if parameters.get(name) != value]
+    if not wrong:
         return
     raise Refused(
         "SB0807",
-        seen="the legs, tokens, hazards or RL steps that the evidence asks for",
+        seen=f"{' and '.join(wrong)} that the evidence asks for",
         required=f"those of {recipe.path}",
         hint=f"samebits prove {recipe.case} --record",
     )
 
 
+def _check_sources(statement: Statement, contract: Contract | None) -> None:
+    """Evidence stands on all hooks, and on exactly what the contract that it names binds.
+
+    `contract` is None where that contract is no longer there to compare with.
+    """
+    recorded = statement.predicate["sources"]
+    hooks = {f"hooks/{engine}" for engine in current.HOOKS}
+    bound = [source for source in recorded if source["name"] not in hooks]
+    missing = sorted(hooks - {source["name"] for source in recorded})
+    covered = statement.predicate["claim"]["covered"]
+    if contract is not None:
+        wanted = current.bound_sources(contract)
+        missing += [source["name"] for source in wanted if source not in bound]
+        missing += [source["name"] for source in bound if source not in wanted]
+        if covered != list(contract.data["cases"]):
+            missing.append(f"claim of {', '.join(covered)}")
+    if missing:
+        raise Refused(
+            "SB0809",
+            seen=f"missing, or not what the contract binds: {', '.join(dict.fromkeys(missing))}",
+            required="the contract's implementations and cases, and the hooks of every engine",
+            hint=f"samebits prove {statement.case} --record",
+        )
+
+
 def _stale(statement: Statement, recipe: recipes.Recipe) -> list[str]:
     predicate = statement.predicate
     reasons = []
+    if predicate["verifier"] != VERIFIER:
+        reasons.append(f"written for version {predicate['verifier']['version']} of the verifier")
     if predicate["parameters"]["recipe"] != recipe.digest:
         reasons.append("recipe changed")
-    else:
+    elif not reasons:
         _check_parameters(statement, recipe)
     recorded = {s["name"]: s["digest"].get("gitTree") for s in statement.data["subject"]}
     for upstream, tree in current.trees(recipe).items():
         if tree is None or recorded.get(f"tree/{upstream}") != tree:
             reasons.append(f"tree of {upstream} changed")
     reasons += [f"{name} changed" for name in current.changed_sources(predicate["sources"])]
-    if recipe.contract_path.is_file():
-        from samebits.contract import Contract
+    reasons += _changed_dependencies(predicate["resolvedDependencies"], recipe)
+    return reasons + _changed_contract(statement, recipe)
 
-        if (
-            Contract.load(recipe.contract_path).identity
-            != (predicate["parameters"]["contract"]["identity"])
-        ):
-            reasons.append("contract changed")
-    else:
-        reasons.append("contract is gone")
-    return reasons
+
+def _changed_dependencies(recorded: list[dict[str, Any]], recipe: recipes.Recipe) -> list[str]:
+    """Weights and prompts that are others now, with those that the evidence does not name."""
+    named = {(entry["uri"], entry["digest"].get("sha256")) for entry in recorded}
+    now = set(current.dependencies(recipe).items())
+    known = {uri for uri, _ in named}
+    return [
+        f"{uri} changed" if uri in known else f"{uri} is not recorded"
+        for uri in sorted({uri for uri, _ in named ^ now})
+    ]
+
+
+def _changed_contract(statement: Statement, recipe: recipes.Recipe) -> list[str]:
+    if not recipe.contract_path.is_file():
+        _check_sources(statement, None)
+        return ["contract is gone"]
+    contract = Contract.load(recipe.contract_path)
+    if contract.identity != statement.predicate["parameters"]["contract"]["identity"]:
+        _check_sources(statement, None)
+        return ["contract changed"]
+    _check_sources(statement, contract)
+    if statement.predicate["parameters"]["recipe"] != recipe.digest:
+        return []  # said already
+    return [f"contract does not fit the recipe ({f})" for f, _, _ in misfits(contract.data, recipe)]
 
 
 def verify(target: str | Path) -> Result:
     """Check an evidence file, or the one of a case. Needs no torch.
 
-    Refuses (exit 2) what is truncated, forged, of another schema, or at odds with its own counts;
-    the result's `exit_code` is 0 for EQUAL, 1 for DIFFERENT, 3 for NOT_OBSERVED or STALE.
+    Refuses (exit 2) what is truncated, forged, of another schema or case, at odds with its own
+    counts, or silent about a part of what its recipe and contract ask for; the result's `exit_code`
+    is 0 for EQUAL, 1 for DIFFERENT, 3 for NOT_OBSERVED or STALE.
     """
     path, recipe = _locate(target)
     statement = Statement.load(path)
-    if recipe is None or recipe.case != statement.case:
+    if recipe is None:
         recipe = recipes.load(statement.case)
+    if recipe.case != statement.case:
+        raise Refused(
+            "SB0810",
+            seen=f"{path}: evidence of {statement.case}",
+            required=f"evidence of {recipe.case} ({recipe.path})",
+            hint=f"samebits prove {recipe.case} --record",
+        )
     predicate = statement.predicate
     return Result(
         path=path,

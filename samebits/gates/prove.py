@@ -101,7 +101,7 @@ def open_run(case: str, size: Size) -> Run:
     from samebits.weights import sources
 
     recipe = recipes.load(case)
-    contract = Contract.load(recipe.contract_path)
+    contract = Contract.of(recipe)  # refuses before anything is downloaded or started
     model = sources.prepare(recipe)
     options = {k: v for k, v in asdict(size).items() if v is not None}
     return Run(recipe, contract, model, options, size.flag)
@@ -145,6 +145,7 @@ def state(run: Run, done: Mapping[str, Stage], *, quick: bool, started: str) -> 
         comparisons=comparisons,
         oracles=oracles,
         rl=rl_record,
+        dependencies=run.dependencies,
         intent=_intent(),
         seeds={"capsule": 11, "control": 13, **_rl_seed(run.recipe)},
         switches=_switches(run, done),

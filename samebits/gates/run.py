@@ -1,7 +1,8 @@
 """One proving run: a folder of finished stages, so that an interrupted run goes on where it was.
 
-The folder is named by what the results depend on (recipe, contract, patched trees, sources of
-operators, hooks and gates), so a change of any of them starts afresh and never reuses old streams.
+The folder is named by what the results depend on (recipe, weights, prompts, contract, patched
+trees, sources of operators, hooks and gates), so a change of any of them starts afresh and never
+reuses old streams.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ class Run:
         self.flag = flag
         self.recipe, self.contract, self.model, self.options = recipe, contract, model, options
         self.workspace = Workspace.find()
+        self.dependencies = current.dependencies(recipe)
         key = canonical.digest(
             {
                 "recipe": recipe.digest,
                 "contract": contract.identity,
                 "trees": {k: v or "" for k, v in current.trees(recipe).items()},
+                "dependencies": self.dependencies,
                 "sources": {s["name"]: s["content_hash"] for s in current.sources(contract)},
                 "gates": source_hash([f"samebits.gates.{name}" for name in _PRODUCERS]),
                 "options": options,

@@ -8,6 +8,7 @@ import pytest
 
 from samebits import cli
 from samebits.errors import Different, catalog
+from samebits.patching.workspace import Workspace
 
 ROW = {
     "work": "gemm 64x64",
@@ -22,7 +23,7 @@ ROW = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "cases").mkdir()
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Workspace, "find", classmethod(lambda cls: Workspace(tmp_path)))
     return tmp_path / "cases"
 
 

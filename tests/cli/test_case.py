@@ -6,6 +6,7 @@ import pytest
 
 from samebits import cases, cli
 from samebits.errors import NotObserved, Refused
+from samebits.patching.workspace import Workspace
 
 FIELDS = {"seen": "a", "required": "b", "hint": "samebits case list"}
 STATUS = cases.Status(
@@ -44,7 +45,7 @@ def test_every_recipe_of_the_folder_is_listed(tmp_path, monkeypatch, capsys):
     for name in ("one", "two", "_template"):
         (tmp_path / "cases" / name).mkdir(parents=True)
         (tmp_path / "cases" / name / "recipe.yaml").write_text("")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Workspace, "find", classmethod(lambda cls: Workspace(tmp_path)))
     assert cli.run(["case", "list", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["case"] for row in rows] == ["one", "two"]

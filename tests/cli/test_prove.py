@@ -17,7 +17,8 @@ from samebits.patching.workspace import Workspace
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
-    """A checkout of its own, in which no engine is ever started."""
+    """A checkout with folders of its own, in which no engine is ever started."""
+    (tmp_path / "cases").symlink_to(recipes.cases_folder())
     found = Workspace(tmp_path)
     monkeypatch.setattr(Workspace, "find", classmethod(lambda cls: found))
     return found
@@ -77,14 +78,17 @@ def _outcome(tmp_path, verdict: str):
         streams=("a" * 64, ("b" if wrong else "a") * 64),
         command="samebits prove toy",
         max_abs=0.25 * wrong,
-        control=control("stock", 8, 5, 0.5),
+        control=control("stock", 80, 50, 0.5),
     )
     predicate = {
         "comparisons": [record],
         "oracle": [],
         "rl": None,
         "repeats": [],
+        "shards": ["all"],
+        "environment": {"intent": {}},
         "parameters": {
+            "switches": {},
             "rl_steps": 0,
             "legs": {"B": {"tokens": 10, "hazards": [], "control": "stock"}},
         },
@@ -115,7 +119,7 @@ def test_exit_code_and_output_follow_the_verdict(
     monkeypatch.setattr(page, "write", lambda statement, stages, chip, path, found: path)
     assert cli.run(["prove", "toy"]) == code
     shown = capsys.readouterr().out
-    assert "decode/prefill" in shown and "5 of 8" in shown and "evidence: evidence.json" in shown
+    assert "decode/prefill" in shown and "50 of 80" in shown and "evidence: evidence.json" in shown
     assert all(word in shown for word in words)
     assert cli.run(["prove", "toy", "--json"]) == code
     assert json.loads(capsys.readouterr().out) == outcome.statement.data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import shutil
 
 import pytest
@@ -32,9 +33,29 @@ def row(leg: str, name: str, recipe: recipes.Recipe, **changes) -> dict:
     return evidence.comparison(leg, name, "left equals right", **(fields | changes))
 
 
+def rows(recipe: recipes.Recipe, leg: str = "", **changes) -> list[dict]:
+    """Comparisons of all legs that satisfy the recipe, those of `leg` changed."""
+    found = [
+        row(name, "all", recipe, **(changes if name == leg else {}))
+        for name in recipe.legs
+        if name not in "DO"
+    ]
+    for pair in itertools.product(recipe.trainer_tp, recipe.rollout_tp):
+        if "D" in recipe.legs:
+            a, b = (f"tp{size}" for size in pair)
+            given = {"layouts": (a, b)} | (changes if leg == "D" else {})
+            found.append(row("D", f"trainer-{a}/rollout-{b}", recipe, **given))
+    return found
+
+
 @pytest.fixture
 def make_row():
     return row
+
+
+@pytest.fixture
+def make_rows():
+    return rows
 
 
 @pytest.fixture
@@ -72,7 +93,7 @@ def run(recipe):
 
     def build(**changes):
         fields = {
-            "comparisons": [row(leg, "all", recipe) for leg in recipe.legs],
+            "comparisons": rows(recipe),
             "limits": ["one CPU model"],
             "happenstance": WHEN,
             "seeds": {"capsule": 1},

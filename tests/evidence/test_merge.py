@@ -9,11 +9,11 @@ def part(run, recipe, make_row, shard, legs, **changes):
     return run(comparisons=rows, shard=shard)
 
 
-def test_shards_of_one_leg_add_up(run, recipe, make_row):
-    rest = part(run, recipe, make_row, "rest", ["A", "C", "D"])
+def test_shards_of_one_leg_add_up(run, recipe, make_row, make_rows):
+    rest = run(comparisons=[c for c in make_rows(recipe) if c["leg"] != "B"], shard="1of3")
     shards = [
-        part(run, recipe, make_row, f"b{i}", ["B"], tokens=400, streams=(c * 64, c * 64))
-        for i, c in enumerate("ab")
+        part(run, recipe, make_row, f"{i}of3", ["B"], tokens=400, streams=(c * 64, c * 64))
+        for i, c in enumerate("ab", start=2)
     ]
     assert [shard.verdict for shard in shards] == ["NOT_OBSERVED"] * 2
     whole = evidence.merge([rest, *shards])
@@ -21,7 +21,8 @@ def test_shards_of_one_leg_add_up(run, recipe, make_row):
     assert whole.verdict == "EQUAL"
     assert leg["tokens"] == 800 and leg["control"]["mismatches"] == 180
     assert leg["hazards"]["preempted"] == 4 and len(leg["streams"]) == 2
-    assert whole.predicate["shards"] == ["rest", "b0", "b1"]
+    assert whole.predicate["shards"] == ["1of3", "2of3", "3of3"]
+    assert evidence.merge([rest, shards[0]]).verdict == "NOT_OBSERVED"
 
 
 def test_a_mismatch_in_one_shard_is_kept(run, recipe, make_row):

@@ -35,15 +35,13 @@ def test_good_evidence_of_a_file_and_of_a_case(written, recipe):
         assert (result.status, result.exit_code, result.stale) == ("EQUAL", 0, ())
 
 
-def test_not_observed_exits_3_and_different_exits_1(run, recipe, make_row):
-    first = [make_row(leg, "all", recipe) for leg in recipe.legs]
-    few = [make_row("A", "all", recipe, tokens=1), *first[1:]]
-    evidence.write(run(comparisons=few), recipe.evidence_path)
+def test_not_observed_exits_3_and_different_exits_1(run, recipe, make_rows):
+    evidence.write(run(comparisons=make_rows(recipe, "A", tokens=1)), recipe.evidence_path)
     assert evidence.verify(recipe.folder).exit_code == 3
-    bad = make_row(
-        "A", "all", recipe, mismatches=1, max_abs=1.0, first=FIRST, streams=("a" * 64, "b" * 64)
+    bad = make_rows(
+        recipe, "A", mismatches=1, max_abs=1.0, first=FIRST, streams=("a" * 64, "b" * 64)
     )
-    evidence.write(run(comparisons=[bad, *first[1:]]), recipe.evidence_path)
+    evidence.write(run(comparisons=bad), recipe.evidence_path)
     assert evidence.verify(recipe.folder).exit_code == 1
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from samebits import recipe as recipes
 from samebits.contract import Contract
+from samebits.evidence import current
 from samebits.gates import capsule, semantic, workload
 from samebits.gates.run import Stage
 from samebits.gates.streams import Stream
@@ -141,6 +142,12 @@ def run_of(tmp_path):
         requests = [capsule.Request((i,), i, 2, "x") for i in range(SEQUENCES)]
         capsule.write(requests, tmp_path / "capsule.json")
         contract = Contract.load(recipe.contract_path)
-        return types.SimpleNamespace(recipe=recipe, contract=contract, folder=tmp_path, options={})
+        return types.SimpleNamespace(
+            recipe=recipe,
+            contract=contract,
+            folder=tmp_path,
+            options={},
+            dependencies=current.dependencies(recipe),
+        )
 
     return build

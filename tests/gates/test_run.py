@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from samebits import recipe as recipes
+from samebits.contract import Contract
 from samebits.errors import Refused
 from samebits.gates.prove import Size, locked_run
 from samebits.gates.run import Run, Stage
@@ -62,6 +64,7 @@ def test_two_runs_of_one_case_are_refused(tmp_path, monkeypatch):
     from samebits.gates import prove
 
     workspace = Workspace(tmp_path)
+    (tmp_path / "cases").symlink_to(recipes.cases_folder())
     monkeypatch.setattr(Workspace, "find", classmethod(lambda cls: workspace))
     monkeypatch.setattr(prove, "open_run", lambda case, size: types.SimpleNamespace(size=size))
     with locked_run("qwen3-tiny", Size()) as first:
@@ -151,6 +154,8 @@ def test_an_interrupted_run_ends_its_processes_and_resumes(tmp_path, engine, pro
     (tmp_path / "program.py").write_text(_PROGRAM)
     log = tmp_path / "log"
 
+    (tmp_path / "cases").symlink_to(recipes.cases_folder())
+
     def start(second: str) -> subprocess.Popen:
         command = [sys.executable, tmp_path / "program.py", tmp_path, idle, second]
         with log.open("w") as file:
@@ -166,3 +171,17 @@ def test_an_interrupted_run_ends_its_processes_and_resumes(tmp_path, engine, pro
 
     start("none").wait(30)
     assert "first: finished earlier, reused" in log.read_text()
+
+
+def test_changed_prompts_start_a_run_afresh(tmp_path):
+    recipe = recipes.load("qwen3-tiny")
+    contract = Contract.load(recipe.contract_path)
+    (tmp_path / "recipe.yaml").write_text(recipe.path.read_text())
+    mine = recipes.load(tmp_path / "recipe.yaml")
+    keys = set()
+    for prompts in ("one\n", "two\n"):
+        (tmp_path / "prompts.jsonl").write_text(prompts)
+        made = Run(mine, contract, tmp_path, {})
+        keys.add(made.folder.name)
+        assert "prompts.jsonl" in made.dependencies
+    assert len(keys) == 2

@@ -1,0 +1,68 @@
+"""What a recipe decides of its contract: `build` writes it, a loaded contract must still say it.
+
+Reads no operator and no torch, so that a case is checked before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from samebits.contract import canonical
+from samebits.contract.dims import dims_of
+
+if TYPE_CHECKING:
+    from samebits.recipe import Recipe
+
+
+def model_of(recipe: Recipe) -> dict[str, Any]:
+    """Section `model`: case, architecture, dimensions, and the digest of all that is said of it."""
+    dims = dims_of(recipe.config, recipe.architecture)
+    return {
+        "case": recipe.case,
+        "architecture": recipe.architecture,
+        "dims": dims,
+        "dims_digest": canonical.digest(dims),
+        "config_digest": canonical.digest(recipe.data["model"]),
+    }
+
+
+def deployment_of(recipe: Recipe) -> dict[str, int | str]:
+    """Section `deployment`: sizes that the engine is started with, and how weights travel."""
+    return dict(recipe.engine) | {"weight_transport": "shared_memory"}
+
+
+def sizes_of(recipe: Recipe) -> dict[str, list[int]]:
+    """Claimed tensor-parallel sizes of each engine."""
+    return {"trainer_tp": sorted(recipe.trainer_tp), "rollout_tp": sorted(recipe.rollout_tp)}
+
+
+def decisions_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Region -> constants of its schedule that the recipe decides, not the operator's source."""
+    eps = {"eps": canonical.float_bits(float(recipe.config["rms_norm_eps"]))}
+    return {
+        "gemm.row": {"leaves": recipe.leaves},
+        "logprob": {"leaves": recipe.vocabulary_leaves},
+        "attention": {"partition": recipe.attention_partition},
+        "norm.rms": eps,
+        "norm.rms_zero_centred": eps,
+        "norm.gated": eps,
+        "rope": {"theta": canonical.float_bits(float(recipe.config["rope_theta"]))},
+        "gdn.core": {"schedule": recipe.gdn_schedule or ""},
+    }
+
+
+def misfits(data: Mapping[str, Any], recipe: Recipe) -> list[tuple[str, Any, Any]]:
+    """(field, value of the contract document, value that the recipe asks for) where they differ."""
+    decisions, found, wanted = decisions_of(recipe), {}, {}
+    for name, value in model_of(recipe).items():
+        found[f"model.{name}"], wanted[f"model.{name}"] = data["model"][name], value
+    found["deployment"], wanted["deployment"] = data["deployment"], deployment_of(recipe)
+    for axis, sizes in sizes_of(recipe).items():
+        found[axis], wanted[axis] = data["claims"]["topology"][axis]["sizes"], sizes
+    for entry in data["composition"]:
+        for region in entry["regions"]:
+            for name, value in decisions.get(region, {}).items():
+                field = f"{region}.{name}"
+                found[field], wanted[field] = entry["constants"].get(name), value
+    return [(name, found[name], wanted[name]) for name in found if found[name] != wanted[name]]
