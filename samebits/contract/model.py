@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from samebits.contract import canonical
 from samebits.contract.dims import dims_of
 from samebits.contract.fits import misfits
-from samebits.errors import NotObserved, Refused
+from samebits.errors import NotObserved, Refused, word
 from samebits.plan import ReductionPlan
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ class Contract:
         path = Path(path)
         if path.is_dir():
             path = path / "contract.json"
-        hint = f"samebits contract build {path.parent}"
+        hint = "samebits case list"
+        if (path.parent / "recipe.yaml").is_file():
+            hint = f"samebits contract build {word(path.parent)}"
         return cls.parse(canonical.read(path, "contract", hint), path)
 
     @classmethod

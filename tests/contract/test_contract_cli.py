@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from samebits import recipe as recipes
 from samebits.cli.contract import app
+from samebits.contract import Contract
 from samebits.errors import Refused
 
 run = CliRunner()
@@ -75,3 +76,14 @@ def test_admit_records_what_two_processes_answer(tmp_path):
     result = run.invoke(app, ["admit", str(folder), "--json"])
     assert json.loads(result.stdout)[0]["status"] == "new platform"
     assert Contract.load(folder).raw == whole.raw
+
+
+def test_a_missing_contract_is_built_only_where_a_recipe_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, hint in (("bare", "samebits case list"), ("a case", "build 'a case'")):
+        (tmp_path / folder).mkdir()
+        if folder == "a case":
+            (tmp_path / folder / "recipe.yaml").write_text("")
+        with pytest.raises(Refused, match="SB0303") as caught:
+            Contract.load(tmp_path / folder / "contract.json")
+        assert caught.value.hint.endswith(hint)
