@@ -1,8 +1,8 @@
 """exp, log and fixed-order sums in fp32 as Triton device functions: one for each formula.
 
-`exp32` and `log32` are, operation for operation, those of `samebits/ops/scalar.py`, so element
-functions built on them give the CPU's bits. Kernels are launched without FP contraction
-(`samebits.ops.gpu.POLICY`): only `tl.fma` fuses.
+The element functions are, operation for operation, those of `samebits/ops/scalar.py`,
+`gate_scalar.py` and `gdn_scalar.py`, so whatever is built on them has the CPU's bits. Kernels are
+launched without FP contraction (`samebits.ops.gpu.POLICY`): only `tl.fma` fuses.
 """
 
 from __future__ import annotations
@@ -52,6 +52,42 @@ def log32(x):
     y = tl.where(x < float("inf"), y, x)
     y = tl.where(x == 0.0, float("-inf"), y)
     return tl.where(x < 0.0, float("nan"), y)
+
+
+@triton.jit
+def exp2_32(x):
+    """2**x, fp32. +0 below -150 and for -inf; inf from 128; NaN kept."""
+    x = tl.where(x < -151.0, -151.0, x)
+    x = tl.where(x > 129.0, 129.0, x)
+    t = x + 12582912.0
+    r = x - (t - 12582912.0)
+    q = tl.fma(r, 0.00015456358, 0.0013391643)
+    q = tl.fma(q, r, 0.009618077)
+    q = tl.fma(q, r, 0.05550358)
+    q = tl.fma(q, r, 0.2402265)
+    q = tl.fma(q, r, 0.6931472)
+    p = tl.fma(r, q, 1.0)
+    power = t.to(tl.int32, bitcast=True) - 0x4B400000
+    half = power >> 1
+    low = ((half + 127) << 23).to(tl.float32, bitcast=True)
+    high = ((power - half + 127) << 23).to(tl.float32, bitcast=True)
+    return (p * low) * high
+
+
+@triton.jit
+def softplus32(x):
+    """log(1 + exp(x)), fp32; x itself above 20."""
+    e = exp32(x)
+    u = 1.0 + e
+    y = log32(u) + tl.div_rn(e - (u - 1.0), u)
+    return tl.where(x > 20.0, x, tl.where(u < float("inf"), y, u))
+
+
+@triton.jit
+def sigmoid32(x):
+    """1 / (1 + exp(-x)), fp32."""
+    d = 1.0 + exp32(-x)
+    return tl.div_rn(tl.full(d.shape, 1.0, tl.float32), d)
 
 
 @triton.jit

@@ -1,0 +1,133 @@
+"""Causal convolution and silu on Hopper: the operations of `reference.py`, so the CPU's bits.
+
+No bit is claimed yet: no gate on a chip has admitted the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from samebits.errors import Refused
+from samebits.ops import gpu
+from samebits.ops.device import sigmoid32
+
+BLOCK = 512  # channels in one block; moves no bit
+
+
+@triton.jit
+def _rows(
+    x_ptr, weight_ptr, window_ptr, window_slot, y_ptr, owner_ptr, starts_ptr, context_ptr,
+    slots_ptr, sequences, C, W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row, BLOCK channels."""
+    token = tl.program_id(0)
+    sequence = tl.load(owner_ptr + token)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < C
+    y_at = y_ptr + token.to(tl.int64) * C + c
+    if sequence < sequences:
+        slot = tl.load(slots_ptr + sequence).to(tl.int64)
+        start = tl.load(starts_ptr + sequence)
+        index = token - start
+        held = tl.load(context_ptr + sequence) > 0
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for j in tl.static_range(0, W):
+            row = index - (W - 1) + j  # of the sequence
+            new = inside & (row >= 0)
+            old = inside & (row < 0) & held
+            x = tl.load(x_ptr + (start + row).to(tl.int64) * C + c, mask=new, other=0.0)
+            old_at = window_ptr + slot * window_slot + (index + j) * C + c
+            x = tl.where(old, tl.load(old_at, mask=old, other=0.0), x).to(tl.float32)
+            weight = tl.load(weight_ptr + c * W + j, mask=inside, other=0.0).to(tl.float32)
+            acc = tl.fma(weight, x, acc)
+        tl.store(y_at, (acc * sigmoid32(acc)).to(y_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(y_at, tl.zeros((BLOCK,), y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _shift(
+    x_ptr, window_ptr, window_slot, starts_ptr, context_ptr, slots_ptr, C,
+    W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The window behind a sequence's last row. A thread keeps to its channels and rows ascend, so
+    a row is read before the next one overwrites it."""
+    sequence = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < C
+    slot = tl.load(slots_ptr + sequence).to(tl.int64)
+    start = tl.load(starts_ptr + sequence)
+    count = tl.load(starts_ptr + sequence + 1) - start
+    held = tl.load(context_ptr + sequence) > 0
+    if count > 0:
+        at = window_ptr + slot * window_slot + c
+        for j in tl.static_range(0, W - 1):
+            row = count - (W - 1) + j
+            new = inside & (row >= 0)
+            old = inside & (row < 0) & held
+            x = tl.load(x_ptr + (start + row).to(tl.int64) * C + c, mask=new, other=0.0)
+            x = tl.where(old, tl.load(at + (count + j) * C, mask=old, other=0.0), x)
+            tl.store(at + j * C, x, mask=inside)
+
+
+def advance(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: torch.Tensor,
+    slots: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    context_lens: torch.Tensor,
+) -> torch.Tensor:
+    """`conv1d.advance` on CUDA: shapes, dtypes and effects as there, tables on the device.
+
+    Contiguous x and weight (SB0420, SB0421), window strided in dim 0 only (SB0482). The host
+    reads no table.
+    """
+    gpu.prepare(x.device.index or 0)
+    gpu.require("weight", weight, torch.bfloat16, weight.dim() == 2, "[C, W]")
+    channels, taps = weight.shape
+    fits = x.dim() == 2 and x.shape[1] == channels
+    gpu.require("x", x, torch.bfloat16, fits, f"[T, {channels}]")
+    if (
+        window.shape[1:] != (taps - 1, channels)
+        or window.dtype != torch.bfloat16
+        or window.device != x.device
+        or (len(window) and not window[0].is_contiguous())
+    ):
+        raise Refused(
+            "SB0482",
+            seen=f"window {list(window.shape)} {window.dtype}, strides {list(window.stride())}",
+            required=f"[slots, {taps - 1}, {channels}] bf16, contiguous inside a slot",
+            hint="samebits explain SB0482",
+        )
+    return launch(x, weight, window, slots, query_start_loc, context_lens)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: torch.Tensor,
+    slots: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    context_lens: torch.Tensor,
+) -> torch.Tensor:
+    """`advance` without checks."""
+    starts, context, slots = (t.to(torch.int32) for t in (query_start_loc, context_lens, slots))
+    tokens, channels = x.shape
+    y = torch.empty_like(x)
+    rows = torch.arange(tokens, device=x.device, dtype=torch.int32)
+    owner = torch.searchsorted(starts[1:].contiguous(), rows, right=True, out_int32=True)
+    shape = {"W": weight.shape[1], "BLOCK": BLOCK, "num_warps": 4} | gpu.POLICY
+    parts = triton.cdiv(channels, BLOCK)
+    if tokens and len(slots):
+        _rows[(tokens, parts)](
+            x, weight, window, window.stride(0), y, owner, starts, context, slots, len(slots),
+            channels, **shape,
+        )  # fmt: skip
+        _shift[(len(slots), parts)](
+            x, window, window.stride(0), starts, context, slots, channels, **shape
+        )
+        return y
+    return y.zero_()

@@ -1,0 +1,65 @@
+"""Gated RMSNorm on Hopper: the operations of the README, squares summed by `device.fold`.
+
+No bit is claimed yet: no gate on a chip has admitted the kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from samebits.ops import gpu
+from samebits.ops.device import fold, sigmoid32
+
+NEAR = 4  # neighbours summed first: part of the schedule
+LONGEST = 1024
+ELEMENTS = 1024  # in one block; moves no bit
+
+
+@triton.jit
+def _kernel(
+    x_ptr, z_ptr, weight_ptr, y_ptr, eps, rows,
+    N: tl.constexpr, ROWS: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, N)
+    inside = (i < rows)[:, None]
+    at = i[:, None].to(tl.int64) * N + j[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + j).to(tl.float32)
+    mean = tl.div_rn(fold(x * x, ROWS, N, NEAR), tl.full((ROWS,), N, tl.float32))
+    r = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+    y = ((x * r[:, None]) * weight[None, :]) * (z * sigmoid32(z))
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def gated_rms_norm(
+    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """x, z [..., n] bf16, weight [n] bf16, on CUDA, n a power of two up to 1024 -> [..., n] bf16.
+
+    Forward only. Contiguous tensors, else SB0420, SB0421.
+    """
+    gpu.prepare(x.device.index or 0)
+    n = weight.numel()
+    fits = weight.dim() == 1 and NEAR <= n <= LONGEST and n & (n - 1) == 0
+    gpu.require("weight", weight, torch.bfloat16, fits, f"[n], a power of two up to {LONGEST}")
+    gpu.require("x", x, torch.bfloat16, x.shape[-1:] == (n,), f"[..., {n}]")
+    gpu.require("z", z, torch.bfloat16, z.shape == x.shape, str(list(x.shape)))
+    return launch(x, z, weight, eps)
+
+
+def launch(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`gated_rms_norm` without checks."""
+    n = weight.numel()
+    y = torch.empty_like(x)
+    rows = x.numel() // n
+    block = ELEMENTS // n
+    if rows:
+        _kernel[(triton.cdiv(rows, block),)](
+            x, z, weight, y, eps, rows,
+            N=n, ROWS=block, NEAR=NEAR, num_warps=4, **gpu.POLICY,
+        )  # fmt: skip
+    return y

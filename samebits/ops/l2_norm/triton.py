@@ -1,0 +1,53 @@
+"""l2 norm on Hopper: the operations of the README, squares summed by `device.fold`.
+
+No bit is claimed yet: no gate on a chip has admitted the kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from samebits.ops import gpu
+from samebits.ops.device import fold
+
+NEAR = 4  # neighbours summed first: part of the schedule
+LONGEST = 1024
+ELEMENTS = 1024  # in one block; moves no bit
+
+
+@triton.jit
+def _kernel(x_ptr, y_ptr, eps, rows, N: tl.constexpr, ROWS: tl.constexpr, NEAR: tl.constexpr):
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = (i < rows)[:, None]
+    at = i[:, None].to(tl.int64) * N + tl.arange(0, N)[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    root = tl.sqrt_rn(fold(x * x, ROWS, N, NEAR) + eps)
+    r = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), root)
+    tl.store(y_ptr + at, (x * r[:, None]).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x [..., n] bf16, contiguous on CUDA, n a power of two up to 1024 -> [..., n] bf16.
+
+    Forward only. Refuses with SB0420, SB0421.
+    """
+    gpu.prepare(x.device.index or 0)
+    n = x.shape[-1] if x.dim() else 0
+    fits = NEAR <= n <= LONGEST and n & (n - 1) == 0
+    gpu.require("x", x, torch.bfloat16, fits, f"[..., n], n a power of two up to {LONGEST}")
+    return launch(x, eps)
+
+
+def launch(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """`l2_norm` without checks."""
+    n = x.shape[-1]
+    y = torch.empty_like(x)
+    rows = x.numel() // n
+    block = ELEMENTS // n
+    if rows:
+        _kernel[(triton.cdiv(rows, block),)](
+            x, y, eps, rows, N=n, ROWS=block, NEAR=NEAR, num_warps=4, **gpu.POLICY
+        )
+    return y

@@ -1,0 +1,77 @@
+"""Compiles Triton kernels for sm90 without a GPU, as their launchers would launch them.
+
+A launcher is called on CPU tensors with every kernel replaced by a recorder of its arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+TARGET = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    int: "i32",
+    float: "fp32",
+}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+@dataclass
+class Recorder:
+    """Stands in for a kernel: kernel[grid](...) notes the call and does nothing."""
+
+    kernel: Any
+    calls: list[tuple[tuple[int, ...], dict[str, Any]]] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            bound = dict(zip(self.kernel.arg_names, args, strict=False))
+            self.calls.append((grid, bound | kwargs))
+
+        return launch
+
+
+@contextlib.contextmanager
+def recorded(*modules: ModuleType) -> Iterator[list[Recorder]]:
+    """Every private kernel of `modules` that a launcher can launch, recording its calls."""
+    recorders = []
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, triton.JITFunction) and name.startswith("_"):
+                    recorder = Recorder(value)
+                    setattr(module, name, recorder)
+                    stack.callback(setattr, module, name, value)
+                    recorders.append(recorder)
+        yield recorders
+
+
+def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
+    """`kernel` for sm90, down to machine code, with the types of these arguments."""
+    constants = {p.name for p in kernel.params if p.is_constexpr}
+    signature, constexprs, attrs = {}, {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        value = arguments[name]
+        if name in constants:
+            signature[name] = "constexpr"
+            constexprs[(position,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = TYPES[value.dtype]
+            attrs[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = TYPES[type(value)]
+    options = {name: arguments[name] for name in OPTIONS if name in arguments}
+    source = ASTSource(kernel, signature, constexprs, attrs)
+    return triton.compile(source, target=TARGET, options=options)

@@ -1,0 +1,261 @@
+"""Runs the Hopper kernels of gated delta nets under Triton's interpreter: prints their errors.
+
+A program of its own because TRITON_INTERPRET counts when a kernel is defined. The interpreter
+multiplies bf16 wrongly, so all operands are fp32 and nothing is rounded: what is left is control
+flow, held against float64. Chunks are shortened where their length is not the point.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import torch
+from triton.runtime import interpreter
+
+from samebits.ops import gdn
+from samebits.ops.conv1d import triton as conv1d
+from samebits.ops.gated_rms_norm import triton as gated_rms_norm
+from samebits.ops.gdn import (
+    oracle,
+    reference,
+    triton,
+    triton_backward,
+    triton_chunk,
+    triton_decode,
+)
+from samebits.ops.gdn_gate import triton as gdn_gate
+from samebits.ops.l2_norm import triton as l2_norm
+
+SCALE = 0.3
+NAMES = ("q", "k", "v", "g", "beta", "initial state")
+Errors = dict[str, float]
+
+
+def chunks_of(rows: int, block: int) -> None:
+    """Set the chunk length wherever it is read."""
+    for module in (gdn, reference, triton_chunk, triton_decode, triton_backward):
+        for name, value in (("CHUNK", rows), ("BLOCK", block)):
+            if hasattr(module, name):
+                setattr(module, name, value)
+
+
+def patch_once() -> None:
+    """The interpreter patches the language again for every device function that a kernel calls, a
+    good part of its time: here once for each kernel launch and module."""
+    patch, patched = interpreter._patch_lang, set()
+
+    class Scope:
+        def __init__(self, fn) -> None:
+            self.outer = not patched
+            self.inner = None if id(fn.__globals__) in patched else patch(fn)
+            patched.add(id(fn.__globals__))
+
+        def restore(self) -> None:
+            if self.outer:
+                patched.clear()
+            if self.inner:
+                self.inner.restore()
+
+    interpreter._patch_lang = Scope
+
+
+def operands(tokens: int, key_heads: int, heads: int, key_size: int, size: int):
+    torch.manual_seed(tokens)
+    q, k = (torch.randn(tokens, key_heads, key_size) for _ in range(2))
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    g, beta = -torch.rand(tokens, heads), torch.rand(tokens, heads)
+    return [q, k, torch.randn(tokens, heads, size), g, beta]
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference, relative to the largest element; infinite for a NaN."""
+    worst = float((found.double() - wanted.double()).abs().max() / wanted.abs().max())
+    return math.inf if math.isnan(worst) else worst
+
+
+def varlen(schedule: str, lengths: list[int], *heads: int) -> Errors:
+    """Outputs and all gradients of packed sequences with and without initial states."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    rows = operands(starts[-1], *heads)
+    first = torch.randn(len(lengths), heads[1], heads[2], heads[3])
+    grad = torch.randn(rows[2].shape)
+    found = {}
+    leaves = [x.requires_grad_() for x in (*rows, first)]
+    wanted, _ = oracle.recurrence(leaves[:5], starts, SCALE, first)
+    wanted_grads = torch.autograd.grad(wanted, leaves, grad.double())
+    at = torch.tensor(starts)
+    o = triton.Varlen.apply(*leaves, at, SCALE, schedule == "cpr")
+    found["o"] = error(o, wanted)
+    if schedule == "chunk_row":  # both have the same backward
+        grads = torch.autograd.grad(o, leaves, grad)
+        for name, got, want in zip(NAMES, grads, wanted_grads, strict=True):
+            found[f"gradient of {name}"] = error(got, want)
+    with torch.no_grad():
+        wanted, _ = oracle.recurrence(rows, starts, SCALE)
+        o = triton.Varlen.apply(*rows, None, at, SCALE, schedule == "cpr")
+        found["o from zero"] = error(o, wanted)
+    return found
+
+
+class Sequences:
+    """Two sequences in poisoned, strided slots 2 and 0 of 3, advanced step by step."""
+
+    SLOTS = (2, 0)
+
+    def __init__(self, schedule: str, lengths: tuple[int, int], *heads: int) -> None:
+        self.raw = schedule == "cpr"
+        self.rows = [operands(length, *heads) for length in lengths]
+        self.state = []
+        for _, shape, _ in gdn.state_spec(schedule, *heads):
+            padded = torch.full((3, math.prod(shape) + 16), torch.nan)
+            self.state.append(padded[:, :-16].unflatten(1, shape))
+        self.done = [0, 0]
+        self.outputs: list[list[torch.Tensor]] = [[], []]
+
+    def _take(self, counts: tuple[int, int]) -> list[torch.Tensor]:
+        spans = [slice(a, a + n) for a, n in zip(self.done, counts, strict=True)]
+        return [
+            torch.cat([rows[i][span] for rows, span in zip(self.rows, spans, strict=True)])
+            for i in range(5)
+        ]
+
+    def _keep(self, o: torch.Tensor, counts: tuple[int, int]) -> None:
+        for s, part in enumerate(o.split(list(counts))):
+            self.outputs[s].append(part)
+            self.done[s] += counts[s]
+
+    def advance(self, *counts: int) -> None:
+        """Any number of rows of each by the chunk kernels."""
+        rows = self._take(counts)
+        starts = torch.tensor([0, counts[0], sum(counts)])
+        context, slots = torch.tensor(self.done), torch.tensor(self.SLOTS)
+        at = triton_chunk.steps(starts, context, slots, len(rows[2]))
+        o, _ = triton_chunk.forward(*rows, self.state, at, SCALE, self.raw)
+        self._keep(o, counts)
+
+    def decode(self) -> None:
+        """One row of each, and a row of padding, which gives zeros."""
+        rows = [torch.cat([x, torch.full_like(x[:1], torch.nan)]) for x in self._take((1, 1))]
+        slots = torch.tensor([*self.SLOTS, -1], dtype=torch.int32)
+        context = torch.tensor([*self.done, 7], dtype=torch.int32)
+        o = triton_decode.step(*rows, self.state, slots, context, SCALE, self.raw)
+        assert not o[2].any()
+        self._keep(o[:2], (1, 1))
+
+    def errors(self) -> Errors:
+        """Of all outputs so far and of the boundary states."""
+        found = {}
+        for s, (rows, parts) in enumerate(zip(self.rows, self.outputs, strict=True)):
+            o = torch.cat(parts)
+            wanted, _ = oracle.recurrence([x[: len(o)] for x in rows], [0, len(o)], SCALE)
+            found[f"o of {s}"] = error(o, wanted)
+            edge = len(o) // gdn.CHUNK * gdn.CHUNK
+            if edge:
+                _, final = oracle.recurrence([x[:edge] for x in rows], [0, edge], SCALE)
+                found[f"boundary of {s}"] = error(self.state[0][self.SLOTS[s]], final[0])
+        assert all(x[1].isnan().all() for x in self.state), "the third slot was touched"
+        return found
+
+
+def steps(schedule: str) -> Errors:
+    """Slices that cut chunks, decoding over boundaries and back to slices, in mixed phases."""
+    c = gdn.CHUNK
+    pair = Sequences(schedule, (5 * c, 2 * c + 1), 2, 4, 32, 32)
+    pair.advance(c + 3, 1)
+    pair.advance(2, 0)
+    for _ in range(c + 1):
+        pair.decode()
+    open_rows = open_chunk(pair) if schedule == "chunk_row" else {}
+    pair.advance(c + 3, c - 2)  # one over a boundary to mid-chunk, one to a boundary
+    pair.decode()
+    return pair.errors() | open_rows
+
+
+def open_chunk(pair: Sequences) -> Errors:
+    """The rows of sequence 0's open chunk against the law without rounding."""
+    edge = pair.done[0] // gdn.CHUNK * gdn.CHUNK
+    q, k, v, g, beta = (x[edge : pair.done[0]] for x in pair.rows[0])
+    group = v.shape[1] // k.shape[1]
+    k = k.repeat_interleave(group, 1).transpose(0, 1)
+    reference.bf16 = lambda x: x
+    h, x, gamma, keys, _, u, t = (part[pair.SLOTS[0]] for part in pair.state)
+    rows = reference.chunk_rows(k, v.transpose(0, 1), g.T, beta.T, h)
+    n = len(q)
+    lower = (beta.T[..., None] * (k @ k.mT) * rows.decay).tril(-1)
+    whole = torch.linalg.inv((lower + torch.eye(n)).double())
+    block = n // gdn.BLOCK * gdn.BLOCK
+    return {
+        "gamma": error(gamma[:, :n], rows.gamma),
+        "u": error(u[:, :n], rows.u),
+        "k": error(keys.repeat_interleave(group, 0)[:, :, :n], k.mT),
+        "t": error(t[:, :n, :n], whole),
+        "x": error(x[:, : n - block, :n], whole[:, block:]),
+    }
+
+
+def convolution() -> Errors:
+    """A sequence in slices shorter and longer than the window, beside another."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(14, 20), torch.randn(20, 4)
+    window = torch.full((3, 3 * 20 + 8), torch.nan)[:, :-8].unflatten(1, (3, 20))
+    slots, outputs, done = torch.tensor([2, 0]), [], 0
+    for count in (1, 2, 5, 1, 3):
+        rows = torch.cat([x[done : done + count], x[12:], torch.full((2, 20), torch.nan)])
+        starts, context = torch.tensor([0, count, count + 2]), torch.tensor([done, 0])
+        y = conv1d.launch(rows, weight, window, slots, starts, context)
+        assert not y[count + 2 :].any()
+        outputs.append(y[:count])
+        done += count
+    assert window[1].isnan().all()
+
+    def law(part: torch.Tensor) -> torch.Tensor:
+        padded = torch.nn.functional.pad(part.double().T[None], (3, 0))
+        full = torch.nn.functional.conv1d(padded, weight.double()[:, None], groups=20)
+        return torch.nn.functional.silu(full[0].T)
+
+    return {
+        "y": error(torch.cat(outputs), law(x[:12])),
+        "fresh": error(y[count : count + 2], law(x[12:])),
+        "window": error(window[2], x[9:12]),
+    }
+
+
+def elements() -> Errors:
+    """l2 norm, gated norm and gate."""
+    torch.manual_seed(2)
+    x, z, weight = torch.randn(5, 3, 64), 3 * torch.randn(5, 3, 64), torch.randn(64)
+    a, b = 12 * torch.randn(9, 3), 4 * torch.randn(9, 3)
+    A_log, bias = torch.randn(3), torch.randn(3)
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+    g, beta = gdn_gate.launch(a, b, A_log, bias)
+    wanted_g = -A_log.double().exp() * torch.nn.functional.softplus((a + bias).double())
+    unit = wide / (wide.square().sum(-1, keepdim=True) + 1e-3).sqrt()
+    gated = normed * torch.nn.functional.silu(z.double())
+    return {
+        "l2": error(l2_norm.launch(x, 1e-3), unit),
+        "gated": error(gated_rms_norm.launch(x, z, weight, 1e-3), gated),
+        "g": error(g, wanted_g),
+        "beta": error(beta, b.double().sigmoid()),
+    }
+
+
+def main() -> None:
+    patch_once()
+    found = {"convolution": convolution(), "elements": elements()}
+    chunks_of(8, 4)
+    for schedule in gdn.SCHEDULES:
+        found[f"varlen {schedule}"] = varlen(schedule, [21, 0, 16], 2, 4, 32, 64)
+        found[f"steps {schedule}"] = steps(schedule)
+    chunks_of(64, 16)
+    for schedule in gdn.SCHEDULES:
+        found[f"varlen of 64 {schedule}"] = varlen(schedule, [67], 1, 1, 32, 32)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

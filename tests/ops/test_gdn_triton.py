@@ -1,0 +1,121 @@
+"""Hopper kernels of gated delta nets where there is no GPU: control flow and types.
+
+Control flow runs under Triton's interpreter in fp32, in a process of its own
+(`gdn_interpreted.py`), held against float64. Types are held by compiling for sm90. Neither says
+anything about a bit on a chip.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import compiled_sm90
+
+from samebits.ops import gdn, gpu
+from samebits.ops.conv1d import triton as conv1d
+from samebits.ops.gated_rms_norm import triton as gated_rms_norm
+from samebits.ops.gdn import triton_backward, triton_chunk, triton_decode
+from samebits.ops.gdn_gate import triton as gdn_gate
+from samebits.ops.l2_norm import triton as l2_norm
+
+GRADIENTS = {f"gradient of {x}" for x in ("q", "k", "v", "g", "beta", "initial state")}
+OUTPUTS = {"o", "o from zero"}
+STATES = {"o of 0", "boundary of 0", "o of 1", "boundary of 1"}
+CHECKS = {
+    "convolution": {"y", "fresh", "window"},
+    "elements": {"l2", "gated", "g", "beta"},
+    "varlen chunk_row": OUTPUTS | GRADIENTS,
+    "varlen cpr": OUTPUTS,
+    "varlen of 64 chunk_row": OUTPUTS | GRADIENTS,
+    "varlen of 64 cpr": OUTPUTS,
+    "steps chunk_row": STATES | {"gamma", "u", "k", "t", "x"},
+    "steps cpr": STATES,
+}
+TOLERANCE = 5e-6  # fp32 sums of at most 128 terms; seen: 1e-6
+
+
+@pytest.fixture(scope="module")
+def errors():
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("gdn_interpreted.py")],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_interpreted(errors, check):
+    assert set(errors[check]) == CHECKS[check]
+    assert all(error <= TOLERANCE for error in errors[check].values()), errors[check]
+
+
+def launches():
+    """(kernel, arguments) of every launch on operands of the real head size."""
+    modules = (
+        triton_chunk, triton_decode, triton_backward, conv1d, l2_norm, gdn_gate, gated_rms_norm,
+    )  # fmt: skip
+    tokens, key_heads, heads, size = 130, 1, 2, 128
+    k = torch.zeros(tokens, key_heads, size, dtype=torch.bfloat16)
+    v = torch.zeros(tokens, heads, size, dtype=torch.bfloat16)
+    g = torch.zeros(tokens, heads)
+    starts, context, slots = (torch.tensor(x) for x in ([0, tokens], [3], [0]))
+    with compiled_sm90.recorded(*modules) as recorders:
+        for schedule in gdn.SCHEDULES:
+            spec = gdn.state_spec(schedule, key_heads, heads, size, size)
+            state = [torch.zeros(1, *shape, dtype=dtype) for _, shape, dtype in spec]
+            raw = schedule == "cpr"
+            at = triton_chunk.steps(starts, context, slots, tokens)
+            triton_chunk.forward(k, k, v, g, g, state, at, 0.1, raw)
+            h, at = triton_chunk.whole_sequences(v, size, None, starts)
+            triton_chunk.forward(k, k, v, g, g, [h], at, 0.1, raw)
+            row = [x[:1] for x in (k, k, v, g, g)]
+            triton_decode.step(*row, state, at.slots, at.context, 0.1, raw)
+        triton_backward.gradients(k, k, v, g, g, None, starts, 0.1, v)
+        flat, one = v.reshape(tokens, -1), torch.zeros(1, 3, heads * size).bfloat16()
+        weight = torch.zeros(heads * size, 4).bfloat16()
+        conv1d.launch(flat, weight, one, slots, starts, context)
+        l2_norm.launch(k, 1e-6)
+        gated_rms_norm.launch(v, v, torch.zeros(size).bfloat16(), 1e-6)
+        half = g.bfloat16()
+        gdn_gate.launch(half, half, g[0], half[0])
+    return [(r.kernel, arguments) for r in recorders for _, arguments in r.calls]
+
+
+def test_every_kernel_compiles_for_sm90(monkeypatch):
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(gpu.ptxas()))
+    seen = set()
+    for kernel, arguments in launches():
+        code = compiled_sm90.compiled(kernel, arguments)
+        assert ".target sm_90a" in code.asm["ptx"]
+        assert code.asm["cubin"]
+        seen.add(f"{kernel.__module__.removeprefix('samebits.ops.')}.{kernel.__name__}")
+    assert seen == {
+        "gdn.triton_chunk._prepare",
+        "gdn.triton_chunk._scan",
+        "gdn.triton_chunk._rows",
+        "gdn.triton_chunk._recur",
+        "gdn.triton_chunk._save",
+        "gdn.triton_decode._row",
+        "gdn.triton_decode._state",
+        "gdn.triton_decode._recur_row",
+        "gdn.triton_backward._reverse",
+        "gdn.triton_backward._gradients",
+        "conv1d.triton._rows",
+        "conv1d.triton._shift",
+        "l2_norm.triton._kernel",
+        "gdn_gate.triton._kernel",
+        "gated_rms_norm.triton._kernel",
+    }
