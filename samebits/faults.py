@@ -39,7 +39,24 @@ def _rope_base_doubled() -> None:
     rotary.table = lambda length, dim, base, *rest: right(length, dim, 2 * base, *rest)
 
 
-PLANTED = {"k_cut_by_rows": _k_cut_by_rows, "rope_base_doubled": _rope_base_doubled}
+def _other_gdn_schedule() -> None:
+    """The trainer's gated delta core follows the schedule that the contract does not name (C)."""
+    from samebits.ops import gdn
+
+    named = gdn.varlen
+
+    def varlen(q, k, v, g, beta, cu_seqlens, scale, schedule, initial_state=None):
+        (other,) = set(gdn.SCHEDULES) - {schedule}
+        return named(q, k, v, g, beta, cu_seqlens, scale, other, initial_state)
+
+    gdn.varlen = varlen
+
+
+PLANTED = {
+    "k_cut_by_rows": _k_cut_by_rows,
+    "rope_base_doubled": _rope_base_doubled,
+    "other_gdn_schedule": _other_gdn_schedule,
+}
 
 
 def install() -> None:

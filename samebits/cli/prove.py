@@ -79,8 +79,9 @@ def _locate(case: str, sequence: int, quick: bool, record: bool, as_json: bool) 
     """Exit code 1 when a pair of arms differs, else 0."""
     from samebits.gates import locate
     from samebits.gates.prove import Size, locked_run
+    from samebits.recipe import load
 
-    with locked_run(case, Size.of(quick=quick, record=record)) as run:
+    with locked_run(case, Size.of(load(case), quick=quick, record=record)) as run:
         found = locate.sequence_alone(run, sequence)
     if as_json:
         show_json([report.as_dict() for report in found])

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 # Requests of `synthetic` that stand for one corner each; random ones follow.
 CORNERS = 12
-# Positions of the two identical prompts with different seeds.
+# Positions of the two identical prompts with different seeds, in every capsule.
 TWINS = (6, 7)
 
 
@@ -68,9 +69,60 @@ def synthetic(
     ]
     while len(corner) < count:
         corner.append(("random", ids(draw.randrange(2, min(2 * budget, longest)))))
+    return _requests(corner[:count], seed, max_tokens)
+
+
+def chunked(
+    *,
+    vocabulary: int,
+    chunk: int,
+    page: int,
+    max_model_len: int,
+    max_tokens: int,
+    count: int,
+    seed: int,
+) -> list[Request]:
+    """As `synthetic`, for a model that cuts its recurrence at multiples of `chunk` tokens.
+
+    page   tokens between two states that the prefix cache keeps
+    Lengths: one token, a chunk and one token off, a page and a few tokens less (so that the
+    response crosses its end), two identical prompts with different seeds, and prefixes of one and
+    of two pages that are shared with the first request.
+    """
+    draw = random.Random(seed)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(3, vocabulary) for _ in range(n))
+
+    prefix = ids(min(2 * page + chunk // 2, max_model_len - max_tokens - 8))
+    twin = ids(chunk + 3)
+    corner: list[tuple[str, tuple[int, ...]]] = [
+        ("shared-prefix", prefix + ids(3)),
+        ("one-token", ids(1)),
+        ("chunk-minus-one", ids(chunk - 1)),
+        ("one-chunk", ids(chunk)),
+        ("chunk-plus-one", ids(chunk + 1)),
+        ("chunk-minus-four", ids(chunk - 4)),
+        ("twin", twin),
+        ("twin", twin),
+        ("shared-prefix", prefix + ids(1)),
+        ("shared-prefix", prefix[: page + chunk // 2] + ids(chunk)),
+        ("page-minus-three", ids(page - 3)),
+        ("page-minus-five", ids(page - 5)),
+        ("one-page", ids(page)),
+    ]
+    while len(corner) < count:
+        corner.append(("random", ids(draw.randrange(2, page + chunk))))
+    return _requests(corner[:count], seed, max_tokens)
+
+
+def _requests(
+    tagged: Sequence[tuple[str, tuple[int, ...]]], seed: int, max_tokens: int
+) -> list[Request]:
+    """One request for each prompt, with a seed of its own."""
     return [
         Request(prompt, seed=seed * 1000 + i, max_tokens=max_tokens, tag=tag)
-        for i, (tag, prompt) in enumerate(corner[:count])
+        for i, (tag, prompt) in enumerate(tagged)
     ]
 
 

@@ -36,6 +36,9 @@ PAIRS = (("decode", "prefill"), ("padded", "prefill"), ("packed", "prefill"), ("
 # Comparison of the evidence -> the arms behind it. Others need a batch, ranks or trained weights.
 _ARMS = {
     ("B", "decode/prefill"): ("decode", "prefill"),
+    ("B", "decode-sliced/prefill"): ("decode", "prefill"),
+    ("B", "decode-paged/prefill"): ("decode", "prefill"),
+    ("B", "decode-one-token-slices/prefill"): ("decode", "prefill"),
     ("C", "trainer-padded/prefill"): ("padded", "prefill"),
     ("C", "trainer-packed/prefill"): ("packed", "prefill"),
     ("D", "trainer-tp1/rollout-tp1"): ("padded", "prefill"),
@@ -44,6 +47,7 @@ _ARMS = {
 }
 _UNTRACED = {
     "A": "not traced: both sides are one engine, and differ by what else is in the batch",
+    "B": "not traced: both sides decode, and differ by how the prompt was cut",
     "D": "not traced: ranks hold shards, which have no counterpart on one rank",
     "E": "not traced: the weights of that step are gone",
 }

@@ -49,6 +49,9 @@ class Size:
     The stock arm of the RL run is its negative control: it takes fewer steps in the demo, because
     torch's bf16 gradients are slow on CPUs without bf16 instructions. `quick` is for continuous
     integration and is never recorded; `full` is what is recorded.
+
+    control_prompt   prompts of the control capsule are shorter than this
+    flag             option of `samebits prove` that asks for this size, with a leading blank
     """
 
     requests: int = 28
@@ -58,28 +61,28 @@ class Size:
     control_response: int = 16
     rl_steps: int | None = None
     stock_rl_steps: int | None = 2
+    control_prompt: int = 64
+    flag: str = ""
 
     @classmethod
     def quick(cls) -> Size:
         """Size for continuous integration."""
-        return cls(18, 8, 4, 4, 8, 2, 2)
+        return cls(18, 8, 4, 4, 8, 2, 2, flag=" --quick")
 
     @classmethod
     def full(cls) -> Size:
-        """Size of a recorded run."""
-        return cls(48, 32, 16, 8, 24, None, None)
-
-    @property
-    def flag(self) -> str:
-        """Option of `samebits prove` that asks for this size, with a leading blank."""
-        return {Size.quick(): " --quick", Size.full(): " --record"}.get(self, "")
+        """Size of a recorded run of a case that asks for no other."""
+        return cls(48, 32, 16, 8, 24, None, None, flag=" --record")
 
     @classmethod
-    def of(cls, *, quick: bool, record: bool) -> Size:
+    def of(cls, recipe: Recipe, *, quick: bool, record: bool) -> Size:
         """The size that the options of `samebits prove` ask for."""
         if quick:
             return cls.quick()
-        return cls.full() if record else cls()
+        if not record:
+            return cls()
+        sizes: Mapping[str, Any] = recipe.run
+        return replace(cls.full(), **sizes)
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def open_run(case: str, size: Size) -> Run:
     recipe = recipes.load(case)
     contract = Contract.of(recipe)  # refuses before anything is downloaded or started
     model = sources.prepare(recipe)
-    options = {k: v for k, v in asdict(size).items() if v is not None}
+    options = {k: v for k, v in asdict(size).items() if isinstance(v, int)}
     return Run(recipe, contract, model, options, size.flag)
 
 
@@ -117,7 +120,7 @@ def locked_run(case: str, size: Size) -> Iterator[Run]:
 
 def prove(case: str, *, quick: bool = False, record: bool = False) -> Outcome:
     """Run all legs of the recipe. `record` writes to the case folder, otherwise to `build/runs`."""
-    size = Size.of(quick=quick, record=record)
+    size = Size.of(recipes.load(case), quick=quick, record=record)
     with locked_run(case, size) as run:
         return _prove(run, size, quick, record)
 
@@ -190,11 +193,12 @@ def _relaxed(recipe: Recipe, comparisons, oracles) -> Recipe:
 
 def _stages(run: Run, size: Size) -> dict[str, Stage]:
     """Run what the recipe's legs need, side by side, with what finds a broken setup first."""
-    requests = workload.main(
-        run.recipe, run.model, size.requests, size.response, stages.STRESS["max_num_batched_tokens"]
-    )
+    budget = stages.stress(run.recipe)["max_num_batched_tokens"]
+    requests = workload.main(run.recipe, run.model, size.requests, size.response, budget)
     capsule.write(requests, run.folder / "capsule.json")
-    controls = workload.control(run.recipe, run.model, size.control_requests, size.control_response)
+    controls = workload.control(
+        run.recipe, run.model, size.control_requests, size.control_response, size.control_prompt
+    )
     for capsule_requests in (requests, controls):
         semantic.distinct((request.prompt, request.seed) for request in capsule_requests)
     done: dict[str, Stage] = {}
@@ -248,6 +252,8 @@ def _works(
         lambda: stages.trainer_score(run, whole(), layouts=("padded", "packed")),
         "rollout_stress",
     )
+    if run.recipe.gdn_schedule is not None:
+        _gdn_works(run, requests, own, add)
     if run.recipe.rl is not None:
         # After the other arm: two optimizers at a time would double the memory of a run.
         add("rl_aligned", lambda: _rl(run, "aligned", size.rl_steps), "trainer", "rl_stock")
@@ -272,6 +278,24 @@ def _works(
     if "D" in legs:
         _layout_works(run, whole, add)
     return works
+
+
+def _gdn_works(
+    run: Run,
+    requests: Sequence[capsule.Request],
+    own: Callable[[], Sequence[Sequence[int]]],
+    add,
+) -> None:
+    """Other ways to cut a prompt than that of the stress engine, and the schedule not named."""
+    add("rollout_paged", lambda: stages.rollout_paged(run, requests), "rollout_stress")
+    add("rollout_slices", lambda: stages.rollout_slices(run, requests), "rollout_stress")
+    add(
+        "planted_schedule",
+        lambda: stages.trainer_score(
+            run, own(), base=workload.CONTROL_BASE, fault="other_gdn_schedule"
+        ),
+        "stock_rollout",
+    )
 
 
 def _rl(run: Run, arithmetic: str, steps: int | None) -> Stage:
@@ -372,7 +396,7 @@ def _judge(run: Run, done: Mapping[str, Stage]):
     legs = run.recipe.legs
     book = _Book(run.recipe.case)
     _leg_a(book, done)
-    _leg_b(book, done)
+    (_leg_b if "rollout_paged" not in done else _leg_b_of_states)(book, done)
     _leg_c(book, done)
     if "D" in legs:
         _leg_d(book, run, done)
@@ -445,6 +469,62 @@ def _leg_b(book: _Book, done: Mapping[str, Stage]) -> None:
     )
 
 
+# Counters of the engine without prefix cache that leg B of a model with states needs to fire.
+_IN_SLICES = (
+    "split_mid_prompt",
+    "chunk_crossed_in_decode",
+    "prefill_ends_on_chunk",
+    "prefill_ends_before_chunk",
+    "prefill_ends_after_chunk",
+    "slice_inside_chunk",
+    "two_cross_in_one_step",
+    "state_slot_reused",
+    "preempted_inside_chunk",
+)
+
+
+def _leg_b_of_states(book: _Book, done: Mapping[str, Stage]) -> None:
+    """Three engines decode the same requests along paths that share as little as possible."""
+    fired, paged = (done[name].facts["hazards"] for name in ("rollout_stress", "rollout_paged"))
+    prefill = done["rollout_plain"].streams["batch"]
+    sliced = done["rollout_stress"].streams["decode"]
+    pages = done["rollout_paged"].streams["decode"]
+    book.add(
+        "B",
+        "decode-sliced/prefill",
+        "Decode after prefill in slices of any length, and preemption, equals prefill at once.",
+        compare(sliced, prefill),
+        hazards={
+            **{name: fired.get(name, 0) for name in _IN_SLICES},
+            "mixed_batch": fired["mixed_steps"],
+            "preempted": fired.get("resumed", 0),
+            "one_token_prompt": fired["one_token_prompts"],
+            "same_prompt_two_seeds": _twins(done),
+        },
+        control=_self_control(done, "decode", "batch"),
+    )
+    book.add(
+        "B",
+        "decode-paged/prefill",
+        "Decode that starts from cached states equals prefill of the same tokens.",
+        compare(pages, prefill),
+        hazards={"prefix_hit": paged["prefix_hit_requests"]},
+    )
+    book.add(
+        "B",
+        "decode-one-token-slices/prefill",
+        "Decode after prefill token by token equals prefill at once.",
+        compare(done["rollout_slices"].streams["decode"], prefill),
+        hazards={"one_token_slice": done["rollout_slices"].facts["one_token_slices"]},
+    )
+    book.add(
+        "B",
+        "decode-sliced/decode-paged",
+        "One request has one decode, however its prompt was cut and whatever was cached.",
+        compare(sliced, pages),
+    )
+
+
 def _twins(done: Mapping[str, Stage]) -> int:
     """Pairs of requests with one prompt and two seeds whose responses differ."""
     first, second = (done["rollout_stress"].facts["sequences"][i] for i in capsule.TWINS)
@@ -455,6 +535,12 @@ def _leg_c(book: _Book, done: Mapping[str, Stage]) -> None:
     prefill, trainer = done["rollout_plain"].streams["batch"], done["trainer"].streams
     count = len(done["rollout_stress"].facts["sequences"])
     stock = compare(done["stock_trainer"].streams["padded"], done["stock_rollout"].streams["batch"])
+    controls = {"padded": _control("stock", stock)}
+    if "planted_schedule" in done:
+        other = done["planted_schedule"].streams["padded"]
+        controls["packed"] = _control(
+            "other_gdn_schedule", compare(other, done["rollout_plain"].streams["extra"])
+        )
     for layout in ("padded", "packed"):
         book.add(
             "C",
@@ -462,7 +548,7 @@ def _leg_c(book: _Book, done: Mapping[str, Stage]) -> None:
             f"The trainer's score of a {layout} batch equals the rollout's prefill.",
             compare(trainer[layout], prefill),
             hazards={layout: count},
-            control=_control("stock", stock) if layout == "padded" else None,
+            control=controls.get(layout),
         )
 
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from samebits import mismatch, patching, prompts
+from samebits import mismatch, patching
 from samebits.contract.model import TRAINER_CASES
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.rollout_wire import Completion, Request
 from samebits.engines.trainer import OptimizerSettings
 from samebits.engines.trainer_batch import TrainBatch
 from samebits.errors import Different, Refused
-from samebits.gates import agreement, policy, semantic, stages
+from samebits.gates import agreement, policy, semantic, stages, tasks
 from samebits.gates.run import Run, Stage, say
 from samebits.gates.streams import Stream
 
@@ -44,11 +44,12 @@ def run_rl(run: Run, *, steps: int, arithmetic: str) -> Stage:
             hint=f"samebits case show {run.recipe.case}",
         )
     _use_patched_verl(run)
-    tasks = _tasks(run, settings, steps)
+    asked = tasks.of(run.recipe, run.model, _needed(settings))
+    plan = _plan(asked, settings, steps)
     semantic.distinct(
         (request.prompt, request.seed)
         for step in range(1, steps + 1)
-        for request in _requests(tasks[step - 1], settings, step)
+        for request in _requests(plan[step - 1], settings, step)
     )
     rollout_settings = RolloutSettings.of(run.recipe, run.model, arithmetic=arithmetic)
     optimizer = OptimizerSettings(lr=float(settings["learning_rate"]))
@@ -62,7 +63,7 @@ def run_rl(run: Run, *, steps: int, arithmetic: str) -> Stage:
             _agree(run, engine, trainer)
         dropped = -1  # before the first refit
         for step in range(1, steps + 1):
-            record = _step(run, engine, trainer, tasks[step - 1], settings, step, streams)
+            record = _step(engine, trainer, plan[step - 1], asked.reward, settings, step, streams)
             record["cache_invalidated"] = dropped > 0 and record["repeated_cached_tokens"] == 0
             if dropped > 0 and record["repeated_cached_tokens"]:
                 raise Different(
@@ -86,13 +87,17 @@ def _use_patched_verl(run: Run) -> None:
         sys.path.insert(0, path)
 
 
-def _tasks(run: Run, settings, steps: int) -> list[list[Any]]:
+def _needed(settings) -> int:
+    """How many prompts the recipe's steps ask for when none but the first returns."""
+    return 1 + settings["steps"] * (settings["prompts_per_step"] - 1)
+
+
+def _plan(asked: tasks.Tasks, settings, steps: int) -> list[list[Any]]:
     """Prompts of every step; the first is the same in all of them."""
-    found = prompts.load(run.recipe, prompts.tokenizer_of(run.model))
     each = settings["prompts_per_step"] - 1
-    rest = found[1:]
+    rest = asked.prompts[1:]
     return [
-        [found[_REPEATED], *(rest[(step * each + i) % len(rest)] for i in range(each))]
+        [asked.prompts[_REPEATED], *(rest[(step * each + i) % len(rest)] for i in range(each))]
         for step in range(steps)
     ]
 
@@ -114,9 +119,9 @@ def _served(run: Run, engine: RolloutEngine, trainer) -> dict[str, dict[str, int
     return counts
 
 
-def _step(run, engine, trainer, tasks, settings, step: int, streams) -> dict[str, Any]:
+def _step(engine, trainer, prompts, reward, settings, step: int, streams) -> dict[str, Any]:
     samples = settings["samples_per_prompt"]
-    requests = _requests(tasks, settings, step)
+    requests = _requests(prompts, settings, step)
     completions = engine.generate(requests)
     whole = [[*r.prompt, *c.tokens] for r, c in zip(requests, completions, strict=True)]
     scores = trainer.score(whole, layout="padded")
@@ -127,10 +132,8 @@ def _step(run, engine, trainer, tasks, settings, step: int, streams) -> dict[str
         key, start = step * STRIDE + index, len(request.prompt)
         streams["rollout"].add(key, start, done.tokens, done.logprob_bits)
         streams["trainer"].add(key, start, done.tokens, logprobs)
-    tokenizer = prompts.tokenizer_of(run.model)
     rewards = [
-        prompts.reward(tasks[index // samples], done.tokens, tokenizer)
-        for index, done in enumerate(completions)
+        reward(prompts[index // samples], done.tokens) for index, done in enumerate(completions)
     ]
     metrics, advantages = _verl(completions, old, rewards, samples)
     result = trainer.train_step(_batch(requests, whole, scores.logprobs, advantages), policy.loss)
@@ -152,10 +155,10 @@ def _step(run, engine, trainer, tasks, settings, step: int, streams) -> dict[str
     }
 
 
-def _requests(tasks, settings, step: int) -> list[Request]:
+def _requests(prompts, settings, step: int) -> list[Request]:
     return [
-        Request(task.ids, settings["max_tokens"], seed=_seed(settings, step, t, s))
-        for t, task in enumerate(tasks)
+        Request(prompt.ids, settings["max_tokens"], seed=_seed(settings, step, p, s))
+        for p, prompt in enumerate(prompts)
         for s in range(settings["samples_per_prompt"])
     ]
 

@@ -94,4 +94,14 @@ def say(text: str) -> None:
 
 
 # What decides the streams; how they are judged and shown may change without running them again.
-_PRODUCERS = ("capsule", "oracle", "policy", "rl", "semantic", "stages", "streams", "workload")
+_PRODUCERS = (
+    "capsule",
+    "oracle",
+    "policy",
+    "rl",
+    "semantic",
+    "stages",
+    "streams",
+    "tasks",
+    "workload",
+)

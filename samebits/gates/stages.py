@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from samebits import patching
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.trainer_process import TrainerProcess
 from samebits.gates import capsule, oracle, semantic, workload
 from samebits.gates.run import Run, Stage
+from samebits.recipe import Recipe
 
 # The stress engine: a small step budget splits prompts, few pages force preemption.
 STRESS = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "kv_blocks": 34}
+# The same where layers keep a state. Without a prefix cache a prompt may be cut anywhere: slices of
+# 65 tokens alone, of 64 beside one decode, of 63 beside two, and so on.
+SLICED = {
+    "max_num_batched_tokens": 65,
+    "max_num_seqs": 16,
+    "kv_blocks": 30,
+    "prefix_caching": False,
+}
+# With a prefix cache, states are kept at the ends of pages.
+PAGED = {"max_num_batched_tokens": 640, "max_num_seqs": 16, "kv_blocks": 64}
+# Beside fifteen decodes a prompt gets one token of each step.
+ONE_TOKEN = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "prefix_caching": False}
+_FEW = 8
 
 
 def _settings(run: Run, **changes) -> RolloutSettings:
@@ -28,9 +42,14 @@ def trainer(run: Run, **changes) -> TrainerProcess:
     return process
 
 
+def stress(recipe: Recipe) -> dict[str, int]:
+    """Settings of the stress engine for the model of a case."""
+    return STRESS if recipe.gdn_schedule is None else SLICED
+
+
 def rollout_stress(run: Run, requests: Sequence[capsule.Request]) -> Stage:
     """Aligned decode with everything that the scheduler can do to a request."""
-    with RolloutEngine(_settings(run, **STRESS)) as engine:
+    with RolloutEngine(_settings(run, **stress(run.recipe))) as engine:
         meaning = semantic.ask(engine)
         semantic.check(meaning, run.recipe)
         engine.row_digests(True)
@@ -48,6 +67,56 @@ def rollout_stress(run: Run, requests: Sequence[capsule.Request]) -> Stage:
     return Stage({"decode": workload.decoded(requests, completions, digests)}, facts)
 
 
+def rollout_paged(run: Run, requests: Sequence[capsule.Request]) -> Stage:
+    """Decode of a model with states from cached pages: the first request leaves its own behind."""
+    with RolloutEngine(_settings(run, **PAGED)) as engine:
+        first = engine.generate(workload.to_engine(requests[:1]))
+        completions = [*first, *engine.generate(workload.to_engine(requests[1:]))]
+        facts = {"hazards": engine.stats(), "contract": engine.contract_digest()}
+    return Stage({"decode": workload.decoded(requests, completions)}, facts)
+
+
+def rollout_slices(run: Run, requests: Sequence[capsule.Request]) -> Stage:
+    """Decode of a few requests, one of them after a prefill of nothing but slices of one token.
+
+    That one goes beside fifteen prompts of one token, which decode for as long as its prefill
+    takes and are not compared; the others follow, in whatever slices are left over for them.
+    """
+    (chosen,) = (i for i, r in enumerate(requests) if r.tag == "chunk-plus-one")
+    others = [i for i in range(len(requests)) if i != chosen][:_FEW]
+    length = len(requests[chosen].prompt)
+    company = [
+        capsule.Request((3 + i,), 12_000 + i, length, "company")
+        for i in range(ONE_TOKEN["max_num_seqs"] - 1)
+    ]
+    with RolloutEngine(_settings(run, **ONE_TOKEN)) as engine:
+        *_, done = engine.generate(workload.to_engine([*company, requests[chosen]]))
+        fired = engine.stats(reset=True)
+        rest = engine.generate(workload.to_engine([requests[i] for i in others]))
+        facts = {
+            "one_token_slices": _one_token_slices(fired),
+            "hazards": fired,
+            "later_hazards": engine.stats(),
+            "contract": engine.contract_digest(),
+        }
+    decoded = workload.Stream()
+    for index, completion in zip([chosen, *others], [done, *rest], strict=True):
+        decoded.extend(workload.decoded([requests[index]], [completion], base=index))
+    return Stage({"decode": decoded}, facts)
+
+
+def _one_token_slices(fired: Mapping[str, int]) -> int:
+    """At least so many pieces of longer prompts had one token; exact when all had.
+
+    Pieces p of t tokens hold 2p - t of one token or more, since every other has two at least.
+    A decode is one token, unless a preempted request is computed again.
+    """
+    if fired.get("preempted", 0):
+        return 0
+    prefilled = fired["tokens"] - fired["decode_rows"]
+    return max(0, 2 * fired["prefill_pieces"] - prefilled - fired["one_token_prompts"])
+
+
 def rollout_plain(
     run: Run,
     requests: Sequence[capsule.Request],
@@ -60,12 +129,16 @@ def rollout_plain(
     `extra` (the control capsule's sequences) is scored too, for the oracle leg.
     """
     budget = max(sum(len(s) for s in whole[:16]), run.recipe.engine["max_model_len"])
+    pages = max(48, 2 * budget // run.recipe.engine["block_size"])
+    if run.recipe.gdn_schedule is not None:
+        # A state is a page of its own for every layer that keeps one.
+        pages += 16 * run.recipe.config["num_hidden_layers"]
     settings = _settings(
         run,
         prefix_caching=False,
         max_num_batched_tokens=budget,
         max_num_seqs=16,
-        kv_blocks=max(48, 2 * budget // run.recipe.engine["block_size"]),
+        kv_blocks=pages,
     )
     with RolloutEngine(settings) as engine:
         engine.row_digests(True)

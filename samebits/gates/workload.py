@@ -22,6 +22,18 @@ def main(
     recipe: Recipe, model: Path, count: int, max_tokens: int, budget: int
 ) -> list[capsule.Request]:
     """Requests of the measured arm: the scheduler's corners, then real prompts if there are any."""
+    if recipe.gdn_schedule is not None:
+        from samebits.ops import gdn
+
+        return capsule.chunked(
+            vocabulary=recipe.config["vocab_size"],
+            chunk=gdn.CHUNK,
+            page=recipe.engine["block_size"],
+            max_model_len=recipe.engine["max_model_len"],
+            max_tokens=max_tokens,
+            count=count,
+            seed=11,
+        )
     requests = capsule.synthetic(
         vocabulary=recipe.config["vocab_size"],
         block_size=recipe.engine["block_size"],
@@ -40,13 +52,18 @@ def main(
     return requests
 
 
-def control(recipe: Recipe, model: Path, count: int, max_tokens: int) -> list[capsule.Request]:
-    """Requests of the negative controls: short, because stock operators may be slow."""
+def control(
+    recipe: Recipe, model: Path, count: int, max_tokens: int, prompt: int = 64
+) -> list[capsule.Request]:
+    """Requests of the negative controls: short, because stock operators may be slow.
+
+    prompt   their drawn prompts are shorter than this
+    """
     requests = capsule.synthetic(
         vocabulary=recipe.config["vocab_size"],
         block_size=recipe.engine["block_size"],
         partition=recipe.attention_partition,
-        budget=32,
+        budget=prompt // 2,
         max_model_len=recipe.engine["max_model_len"],
         max_tokens=max_tokens,
         count=capsule.CORNERS + count,

@@ -10,7 +10,7 @@ import pytest
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.evidence import current
-from samebits.gates import capsule, semantic, workload
+from samebits.gates import capsule, prove, semantic, workload
 from samebits.gates.run import Stage
 from samebits.gates.streams import Stream
 
@@ -43,7 +43,8 @@ class Maker:
 
 def _rollout(make: Maker) -> dict[str, Stage]:
     hazards = ("split_mid_prompt", "mixed_steps", "prefix_hit_requests", "resumed")
-    counters = dict.fromkeys((*hazards, "one_token_prompts", "exact_block_prompts"), 1)
+    hazards += ("one_token_prompts", "exact_block_prompts", *prove._IN_SLICES)
+    counters = dict.fromkeys(hazards, 1)
     few, control = range(4), workload.CONTROL_BASE
     meaning = {
         "logprobs_mode": "raw_logprobs",
@@ -98,6 +99,12 @@ def stages_of(make):
             done["rollout_tp2"] = Stage({"score": make.stream()}, {})
             done["trainer_tp2"] = Stage({"padded": make.stream()}, {})
             done["planted_ranks"] = Stage({"padded": make.stream(seed=6)}, {})
+        if recipe.gdn_schedule is not None:
+            fired = {"hazards": {"prefix_hit_requests": 1}, "one_token_slices": 1}
+            done["rollout_paged"] = Stage({"decode": make.stream(PROMPT)}, fired)
+            done["rollout_slices"] = Stage({"decode": make.stream(PROMPT, only=range(3))}, fired)
+            swapped = make.stream(base=control, seed=600)
+            done["planted_schedule"] = Stage({"padded": swapped}, {})
         if "O" in recipe.legs:
             done["oracle"] = Stage({"oracle": make.stream(base=control)}, {})
             done["planted_rope"] = Stage({"padded": make.stream(base=control, seed=500)}, {})

@@ -9,7 +9,7 @@ from samebits import prompts
 from samebits import recipe as recipes
 from samebits.engines.rollout_wire import Completion, Score
 from samebits.errors import Refused
-from samebits.gates import capsule, semantic, workload
+from samebits.gates import capsule, semantic, stages, workload
 
 OPTIONS = {
     "vocabulary": 1000,
@@ -128,3 +128,60 @@ def test_the_trainer_and_the_rollout_meet_on_one_key():
     assert columns["bits"].tolist() == BITS.tolist()
     assert columns["digest_low"].tolist() == [0, 1, 2, 3]
     assert columns["digest_high"].tolist() == [3] * 4
+
+
+CHUNKED = {
+    "vocabulary": 1000,
+    "chunk": 64,
+    "page": 256,
+    "max_model_len": 1024,
+    "max_tokens": 20,
+    "count": 20,
+    "seed": 11,
+}
+
+
+def test_a_chunked_capsule_has_the_corners_of_chunks_and_pages():
+    requests = capsule.chunked(**CHUNKED)
+    length = {r.tag: len(r.prompt) for r in requests}
+    assert [length[f"chunk-{x}"] for x in ("minus-one", "plus-one", "minus-four")] == [63, 65, 60]
+    assert (length["one-token"], length["one-chunk"], length["one-page"]) == (1, 64, 256)
+    assert 256 - 20 < length["page-minus-five"] < length["page-minus-three"] < 256
+    first, *shared = (r for r in requests if r.tag == "shared-prefix")
+    assert requests[0] is first and len(first.prompt) > 2 * 256
+    assert [first.prompt[:n] == r.prompt[:n] for r, n in zip(shared, (512, 256), strict=True)] == [
+        True,
+        True,
+    ]
+    assert len({r.prompt for r in (first, *shared)}) == 3
+    a, b = (requests[i] for i in capsule.TWINS)
+    assert a.prompt == b.prompt and a.seed != b.seed and len(requests) == 20
+    assert all(len(r.prompt) + r.max_tokens < 1024 for r in requests)
+    longer = capsule.chunked(**{**CHUNKED, "page": 600})  # no longer than the model allows
+    assert all(len(r.prompt) + r.max_tokens < 1024 for r in longer)
+
+
+@pytest.mark.parametrize("case", ["qwen3.5-tiny", "qwen3.5-tiny-cpr"])
+def test_a_model_with_states_gets_a_chunked_capsule(case, tmp_path):
+    recipe = recipes.load(case)
+    found = workload.main(recipe, tmp_path, 24, 16, 65)
+    assert {"chunk-plus-one", "one-page", "random"} <= {r.tag for r in found}
+    assert len(found[0].prompt) > 2 * recipe.engine["block_size"]
+    long = workload.control(recipe, tmp_path, 12, 4, 500)
+    assert max(len(r.prompt) for r in long) in range(300, 500)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [([1] * 65, 65), ([1, 1, 2], 2), ([16, 16, 33], 0), ([64, 1], 0)],
+)
+def test_slices_of_one_token_are_never_overstated(pieces, expected):
+    company = 15
+    fired = {
+        "prefill_pieces": company + len(pieces),
+        "decode_rows": 40,
+        "tokens": company + sum(pieces) + 40,
+        "one_token_prompts": company,
+    }
+    assert stages._one_token_slices(fired) == expected
+    assert stages._one_token_slices(fired | {"preempted": 1}) == 0

@@ -9,7 +9,7 @@ from samebits.evidence.verdict import judge
 from samebits.gates import page, prove
 from samebits.gates.run import Stage
 
-CASES = ("qwen3-tiny", "smollm2-135m")
+CASES = ("qwen3-tiny", "smollm2-135m", "qwen3.5-tiny")
 
 
 @pytest.fixture(params=CASES)
@@ -100,6 +100,56 @@ def test_a_hazard_that_never_fired_is_not_observed(finished, counter, hazard):
     statement = _state(run, done)
     assert statement.verdict == "NOT_OBSERVED"
     assert f"leg B: hazard {hazard} never fired" in judge(statement.predicate).reasons
+
+
+@pytest.fixture
+def hybrid(run_of, stages_of):
+    run = run_of("qwen3.5-tiny")
+    return run, stages_of(run.recipe)
+
+
+@pytest.mark.parametrize(
+    ("stage", "hazard"),
+    [
+        *(("rollout_stress", name) for name in prove._IN_SLICES),
+        ("rollout_paged", "prefix_hit"),
+        ("rollout_slices", "one_token_slice"),
+    ],
+)
+def test_each_hazard_of_states_is_counted_where_it_happens(hybrid, stage, hazard):
+    run, done = hybrid
+    assert hazard in run.recipe.legs["B"].hazards
+    facts = done[stage].facts
+    facts["hazards"] |= {hazard: 0, "prefix_hit_requests": 0}
+    facts["one_token_slices"] = 0
+    reasons = judge(_state(run, done).predicate).reasons
+    assert f"leg B: hazard {hazard} never fired" in reasons
+
+
+@pytest.mark.parametrize(
+    ("stage", "pairs"),
+    [
+        ("rollout_paged", {"decode-paged/prefill", "decode-sliced/decode-paged"}),
+        ("rollout_slices", {"decode-one-token-slices/prefill"}),
+    ],
+)
+def test_every_way_to_cut_a_prompt_is_compared(hybrid, make, stage, pairs):
+    run, done = hybrid
+    only = range(3) if stage == "rollout_slices" else None
+    statement = _state(run, _replace(done, stage, decode=make.stream(10, only=only, flip=(2, 12))))
+    assert statement.verdict == "DIFFERENT"
+    found = {r["name"] for r in statement.predicate["comparisons"] if r["mismatches"]}
+    assert found == pairs
+
+
+def test_the_other_schedule_is_a_control_that_must_diverge(hybrid, make):
+    run, done = hybrid
+    records = {r["name"]: r for r in _state(run, done).predicate["comparisons"]}
+    control = records["trainer-packed/prefill"]["control"]
+    assert control["name"] == "other_gdn_schedule" and control["mismatches"] > 0
+    same = done["rollout_plain"].streams["extra"]
+    reasons = judge(_state(run, _replace(done, "planted_schedule", padded=same)).predicate).reasons
+    assert any("other_gdn_schedule did not diverge" in reason for reason in reasons)
 
 
 def test_two_seeds_of_one_prompt_must_give_two_texts(finished, make):

@@ -81,6 +81,16 @@ def test_two_runs_of_one_case_are_refused(tmp_path, monkeypatch):
         assert second.size.requests == 18
 
 
+def test_a_recipe_decides_the_size_of_its_recorded_run_only():
+    dense, hybrid = (recipes.load(case) for case in ("qwen3-tiny", "qwen3.5-tiny"))
+    assert "run" not in dense.data and Size.of(dense, quick=False, record=True) == Size.full()
+    sized = Size.of(hybrid, quick=False, record=True)
+    assert sized.flag == " --record"
+    assert {name: getattr(sized, name) for name in hybrid.run} == dict(hybrid.run)
+    assert Size.of(hybrid, quick=True, record=False) == Size.quick()
+    assert Size.of(hybrid, quick=False, record=False) == Size()
+
+
 # `samebits prove` with the engines' interpreter replaced by one that never answers: everything
 # from the command line to the processes' ends is real.
 _PROGRAM = """
