@@ -15,7 +15,7 @@ app = typer.Typer()
 def prove(
     case: Annotated[str, typer.Argument(help="Name of a case, see `samebits case list`.")],
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer tokens and two RL steps; cannot be recorded.")
+        bool, typer.Option("--quick", help="Fewer tokens and RL steps; cannot be recorded.")
     ] = False,
     record: Annotated[
         bool, typer.Option("--record", help="Write evidence and report to the case folder.")

@@ -44,11 +44,12 @@ LIMITS = (
 
 @dataclass(frozen=True)
 class Size:
-    """How much a run computes; `rl_steps` None means all steps of the recipe.
+    """How much a run computes; None among the RL sizes means what the recipe says.
 
     The stock arm of the RL run is its negative control: it takes fewer steps in the demo, because
     torch's bf16 gradients are slow on CPUs without bf16 instructions. `quick` is for continuous
-    integration and is never recorded; `full` is what is recorded.
+    integration and is never recorded; `full` is what is recorded. A step whose rewards are all
+    alike moves no weight, so the aligned arm of `quick` takes three to see one that does.
 
     control_prompt   prompts of the control capsule are shorter than this
     flag             option of `samebits prove` that asks for this size, with a leading blank
@@ -61,13 +62,14 @@ class Size:
     control_response: int = 16
     rl_steps: int | None = None
     stock_rl_steps: int | None = 2
+    stock_rl_prompts: int | None = None
     control_prompt: int = 64
     flag: str = ""
 
     @classmethod
     def quick(cls) -> Size:
         """Size for continuous integration."""
-        return cls(18, 8, 4, 4, 8, 2, 2, flag=" --quick")
+        return cls(18, 8, 4, 4, 8, 3, 2, 1, flag=" --quick")
 
     @classmethod
     def full(cls) -> Size:
@@ -239,7 +241,7 @@ def _works(
     add("rollout_stress", lambda: stages.rollout_stress(run, requests))
     if run.recipe.rl is not None:
         # Early, because it keeps one core busy for longest.
-        add("rl_stock", lambda: _rl(run, "stock", size.stock_rl_steps))
+        add("rl_stock", lambda: _rl(run, "stock", size.stock_rl_steps, size.stock_rl_prompts))
     add("stock_rollout", lambda: stages.rollout_control(run, controls, arithmetic="stock"))
     add(
         "rollout_plain",
@@ -298,9 +300,14 @@ def _gdn_works(
     )
 
 
-def _rl(run: Run, arithmetic: str, steps: int | None) -> Stage:
+def _rl(run: Run, arithmetic: str, steps: int | None, prompts_per_step: int | None = None) -> Stage:
     assert run.recipe.rl is not None
-    return rl.run_rl(run, steps=steps or run.recipe.rl["steps"], arithmetic=arithmetic)
+    return rl.run_rl(
+        run,
+        steps=steps or run.recipe.rl["steps"],
+        arithmetic=arithmetic,
+        prompts_per_step=prompts_per_step,
+    )
 
 
 def _planted(run: Run, controls: Sequence[capsule.Request], stock: Stage) -> Stage | None:

@@ -30,10 +30,11 @@ _REPEATED = 0
 STRIDE = 1000
 
 
-def run_rl(run: Run, *, steps: int, arithmetic: str) -> Stage:
+def run_rl(run: Run, *, steps: int, arithmetic: str, prompts_per_step: int | None = None) -> Stage:
     """Streams `rollout` (sampled) and `trainer` (scored), and `steps`: one record for each step.
 
-    A sequence is numbered step * STRIDE + sample, steps from 1.
+    `prompts_per_step` replaces the recipe's, in a shortened control. A sequence is numbered
+    step * STRIDE + sample, steps from 1.
     """
     settings = run.recipe.rl
     if settings is None:
@@ -43,6 +44,8 @@ def run_rl(run: Run, *, steps: int, arithmetic: str) -> Stage:
             required="a recipe with `rl`",
             hint=f"samebits case show {run.recipe.case}",
         )
+    if prompts_per_step is not None:
+        settings = {**settings, "prompts_per_step": prompts_per_step}
     _use_patched_verl(run)
     asked = tasks.of(run.recipe, run.model, _needed(settings))
     plan = _plan(asked, settings, steps)

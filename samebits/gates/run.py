@@ -90,7 +90,7 @@ def clock(seconds: float) -> str:
 
 def say(text: str) -> None:
     """Tell progress on stderr."""
-    print(f"prove: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"prove: {text}\n")  # in one piece: stages that run side by side share stderr
 
 
 # What decides the streams; how they are judged and shown may change without running them again.
