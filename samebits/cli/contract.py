@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="""The file that says which implementation computes which region. Exit codes: 0 done or
-    equal, 1 different, 2 bad input or refused, 4 internal error, 130 interrupted.""",
+    help="The file that says which implementation computes which region.",
 )
 
 Cases = Annotated[
@@ -75,8 +74,10 @@ def build(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Build contract.json from the recipe and the installed operators; the same inputs give the
-    same bytes."""
+    """Build contract.json from recipe and operators.
+
+    The same inputs give the same bytes.
+    """
     from samebits import recipe as recipes
     from samebits.contract.build import build as build_contract
     from samebits.contract.build import write
@@ -101,8 +102,11 @@ def show(
     digests: Annotated[bool, typer.Option("--digests", help="Only the digests.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print what a contract binds. Refuses that of a case which is not what the case's recipe asks
-    for, or which names other evidence than the case's."""
+    """Print what a contract binds.
+
+    Refuses that of a case which is not what the case's recipe asks for, or which names other
+    evidence than the case's.
+    """
     from samebits import runtime
     from samebits.contract.build import check_proofs
 
@@ -157,8 +161,11 @@ def diff(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List every field in which two contracts differ; exit 1 when there is one. Refuses that of a
-    case which is not what the case's recipe asks for."""
+    """List fields in which two contracts differ.
+
+    Exits with 1 when there is one. Refuses that of a case which is not what the case's recipe
+    asks for.
+    """
     from samebits import recipe as recipes
     from samebits.contract.build import build as build_contract
     from samebits.contract.build import differences
@@ -179,8 +186,10 @@ def admit(
     case: Annotated[str, typer.Argument(help="Case or contract file.")],
     as_json: Json = False,
 ) -> None:
-    """Record this platform's known answers, after two processes, one for each engine's role, gave
-    the same ones."""
+    """Record this platform's known answers.
+
+    Two processes, one for each engine's role, have to give the same ones.
+    """
     import concurrent.futures
     import multiprocessing
 

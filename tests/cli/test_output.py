@@ -11,7 +11,7 @@ import pytest
 from samebits import bench, cases, cli
 from samebits.patching.workspace import Workspace
 
-GROUPS = [[], ["patch"], ["case"], ["bench"]]
+GROUPS = [[], ["patch"], ["contract"], ["case"], ["bench"]]
 LEAVES = [["patch", "apply"], ["case", "show"], ["bench", "run"], *([v] for v in cli.VERBS)]
 
 
