@@ -293,4 +293,5 @@ class RolloutEngine:
 
     @staticmethod
     def _say(text: str) -> None:
-        print(f"rollout: {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"rollout: {text}\n")  # one call: two engines may start side by side
+        sys.stderr.flush()
