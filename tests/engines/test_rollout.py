@@ -13,7 +13,7 @@ from samebits import bits
 from samebits.contract import Contract
 from samebits.engines.rollout import Request, RolloutEngine, RolloutSettings
 from samebits.errors import Refused
-from samebits.ops.registry import REGIONS
+from samebits.ops.registry import DENSE
 from samebits.weights import sources
 from samebits.weights.transport import send
 
@@ -109,7 +109,7 @@ def test_every_hazard_fired(stress):
 
 
 def test_every_bound_region_is_served(stress, case):
-    assert set(stress.count) == set(REGIONS)
+    assert set(stress.count) == set(DENSE)
     Contract.load(case[1]).check_served(stress.count, ("engine_decode", "engine_prefill"))
     assert stress.contract_digest() == Contract.load(case[1]).digest
     assert stress.binding()["status"] == "known"
