@@ -52,10 +52,24 @@ def _other_gdn_schedule() -> None:
     gdn.varlen = varlen
 
 
+def _gdn_decay_doubled() -> None:
+    """Both engines forget twice as fast, and agree: only the fp32 oracle sees it (leg O)."""
+    from samebits.ops import gdn_gate
+
+    right = gdn_gate.gate
+
+    def gate(a, b, A_log, dt_bias):
+        g, beta = right(a, b, A_log, dt_bias)
+        return 2 * g, beta
+
+    gdn_gate.gate = gate
+
+
 PLANTED = {
     "k_cut_by_rows": _k_cut_by_rows,
     "rope_base_doubled": _rope_base_doubled,
     "other_gdn_schedule": _other_gdn_schedule,
+    "gdn_decay_doubled": _gdn_decay_doubled,
 }
 
 

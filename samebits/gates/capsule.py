@@ -86,15 +86,15 @@ def chunked(
 
     page   tokens between two states that the prefix cache keeps
     Lengths: one token, a chunk and one token off, a page and a few tokens less (so that the
-    response crosses its end), two identical prompts with different seeds, and prefixes of one and
-    of two pages that are shared with the first request.
+    response crosses its end), two identical prompts with different seeds, and a prefix of two pages
+    that is shared with the first request.
     """
     draw = random.Random(seed)
 
     def ids(n: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, vocabulary) for _ in range(n))
 
-    prefix = ids(min(2 * page + chunk // 2, max_model_len - max_tokens - 8))
+    prefix = ids(min(2 * page + chunk // 2, max_model_len - max_tokens - chunk - 1))
     twin = ids(chunk + 3)
     corner: list[tuple[str, tuple[int, ...]]] = [
         ("shared-prefix", prefix + ids(3)),
@@ -106,7 +106,7 @@ def chunked(
         ("twin", twin),
         ("twin", twin),
         ("shared-prefix", prefix + ids(1)),
-        ("shared-prefix", prefix[: page + chunk // 2] + ids(chunk)),
+        ("shared-prefix", prefix + ids(chunk)),
         ("page-minus-three", ids(page - 3)),
         ("page-minus-five", ids(page - 5)),
         ("one-page", ids(page)),

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samebits import evidence
+from samebits import evidence, faults
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.evidence import DifferenceReport
@@ -79,6 +79,9 @@ class Size:
     @classmethod
     def of(cls, recipe: Recipe, *, quick: bool, record: bool) -> Size:
         """The size that the options of `samebits prove` ask for."""
+        if quick and recipe.gdn_schedule is not None:
+            # Pages of states are large: a short response never needs one that is not there.
+            return replace(cls.quick(), response=24)
         if quick:
             return cls.quick()
         if not record:
@@ -273,8 +276,8 @@ def _works(
     if "O" in legs:
         add("oracle", lambda: stages.fp32_oracle(run, own()), "stock_rollout")
         add(
-            "planted_rope",
-            lambda: stages.trainer_score(run, own(), base=base, fault="rope_base_doubled"),
+            "planted_oracle",
+            lambda: stages.trainer_score(run, own(), base=base, fault=_oracle_fault(run.recipe)),
             "stock_rollout",
         )
     if "D" in legs:
@@ -413,7 +416,7 @@ def _judge(run: Run, done: Mapping[str, Stage]):
         rl_record = _rl_record(run, done)
     if "F" in legs:
         _leg_f(book, run, done)
-    oracles = [_leg_o(book, done)] if "O" in legs else []
+    oracles = [_leg_o(book, run, done)] if "O" in legs else []
     return book.records, oracles, rl_record
 
 
@@ -624,18 +627,24 @@ def _leg_f(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
         )
 
 
-def _leg_o(book: _Book, done: Mapping[str, Stage]) -> dict[str, Any]:
+def _oracle_fault(recipe: Recipe) -> str:
+    """The planted fault of leg O: the one that the recipe names, or else another rotary base."""
+    named = recipe.legs["O"].control
+    return named if named in faults.PLANTED else "rope_base_doubled"
+
+
+def _leg_o(book: _Book, run: Run, done: Mapping[str, Stage]) -> dict[str, Any]:
     reference = done["oracle"].streams["oracle"]
     tokens, *aligned = oracle.distance(done["rollout_plain"].streams["extra"], reference)
     _, *stock = oracle.distance(done["stock_rollout"].streams["batch"], reference)
-    planted, mean, _ = oracle.distance(done["planted_rope"].streams["padded"], reference)
+    planted, mean, _ = oracle.distance(done["planted_oracle"].streams["padded"], reference)
     return evidence.oracle(
         "prefill/fp32-hugging-face",
         "The aligned arm is no further from an fp32 oracle than the stock arm.",
         tokens=tokens,
         aligned=(aligned[0], aligned[1]),
         stock=(stock[0], stock[1]),
-        control=("rope_base_doubled", planted, mean),
+        control=(_oracle_fault(run.recipe), planted, mean),
         command=book.command,
     )
 

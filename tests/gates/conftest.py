@@ -107,7 +107,7 @@ def stages_of(make):
             done["planted_schedule"] = Stage({"padded": swapped}, {})
         if "O" in recipe.legs:
             done["oracle"] = Stage({"oracle": make.stream(base=control)}, {})
-            done["planted_rope"] = Stage({"padded": make.stream(base=control, seed=500)}, {})
+            done["planted_oracle"] = Stage({"padded": make.stream(base=control, seed=500)}, {})
         if recipe.rl:
             for arm, seed in (("aligned", 0), ("stock", 9)):
                 done[f"rl_{arm}"] = _rl(make, recipe, seed)

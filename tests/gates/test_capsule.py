@@ -149,10 +149,7 @@ def test_a_chunked_capsule_has_the_corners_of_chunks_and_pages():
     assert 256 - 20 < length["page-minus-five"] < length["page-minus-three"] < 256
     first, *shared = (r for r in requests if r.tag == "shared-prefix")
     assert requests[0] is first and len(first.prompt) > 2 * 256
-    assert [first.prompt[:n] == r.prompt[:n] for r, n in zip(shared, (512, 256), strict=True)] == [
-        True,
-        True,
-    ]
+    assert len(shared) == 2 and all(first.prompt[:512] == r.prompt[:512] for r in shared)
     assert len({r.prompt for r in (first, *shared)}) == 3
     a, b = (requests[i] for i in capsule.TWINS)
     assert a.prompt == b.prompt and a.seed != b.seed and len(requests) == 20

@@ -152,6 +152,16 @@ def test_the_other_schedule_is_a_control_that_must_diverge(hybrid, make):
     assert any("other_gdn_schedule did not diverge" in reason for reason in reasons)
 
 
+def test_leg_o_plants_the_fault_that_its_recipe_names(hybrid, run_of, stages_of):
+    dense = run_of("smollm2-135m")
+    for run, done, name in (
+        (*hybrid, "gdn_decay_doubled"),
+        (dense, stages_of(dense.recipe), "rope_base_doubled"),
+    ):
+        (record,) = _state(run, done).predicate["oracle"]
+        assert record["control"]["name"] == name
+
+
 def test_two_seeds_of_one_prompt_must_give_two_texts(finished, make):
     run, done = finished
     make.sequences[7] = make.sequences[6]

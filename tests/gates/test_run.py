@@ -87,7 +87,8 @@ def test_a_recipe_decides_the_size_of_its_recorded_run_only():
     sized = Size.of(hybrid, quick=False, record=True)
     assert sized.flag == " --record"
     assert {name: getattr(sized, name) for name in hybrid.run} == dict(hybrid.run)
-    assert Size.of(hybrid, quick=True, record=False) == Size.quick()
+    assert Size.of(dense, quick=True, record=False) == Size.quick()
+    assert Size.of(hybrid, quick=True, record=False).flag == " --quick"
     assert Size.of(hybrid, quick=False, record=False) == Size()
 
 

@@ -110,6 +110,36 @@ def test_planted_faults_change_bits(monkeypatch):
     assert not bits.equal(rotary.table(8, 16, 10000.0), angles)
 
 
+def test_faults_of_gated_delta_nets_change_bits(monkeypatch):
+    import torch
+
+    from samebits import bits
+    from samebits.ops import gdn, gdn_gate
+
+    monkeypatch.setattr(gdn, "varlen", gdn.varlen)
+    monkeypatch.setattr(gdn_gate, "gate", gdn_gate.gate)
+    draw = torch.Generator().manual_seed(0)
+
+    def of(*shape):
+        return torch.randn(*shape, generator=draw).bfloat16()
+
+    tokens, heads, size = 70, 2, 16
+    gates = of(tokens, heads), of(tokens, heads), torch.zeros(heads), of(heads)
+    g, beta = gdn_gate.gate(*gates)
+    q, k, v = (0.2 * of(tokens, heads, size) for _ in range(3))
+    operands = q, k, v, g, beta, torch.tensor([0, tokens]), size**-0.5
+    right = {schedule: gdn.varlen(*operands, schedule) for schedule in gdn.SCHEDULES}
+    monkeypatch.setenv("SAMEBITS_FAULT", "other_gdn_schedule")
+    faults.install()
+    for schedule, other in (gdn.SCHEDULES, gdn.SCHEDULES[::-1]):
+        assert bits.equal(gdn.varlen(*operands, schedule), right[other])
+        assert not bits.equal(right[schedule], right[other])
+    monkeypatch.setenv("SAMEBITS_FAULT", "gdn_decay_doubled")
+    faults.install()
+    faster, same = gdn_gate.gate(*gates)
+    assert bits.equal(faster, 2 * g) and bits.equal(same, beta)
+
+
 def test_a_fault_of_ranks_is_planted_elsewhere(monkeypatch):
     from samebits.ops import gemm
 
