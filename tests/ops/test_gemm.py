@@ -153,6 +153,7 @@ def _ranks(monkeypatch, x, w, plan, size):
             target.copy_(root)
 
     monkeypatch.setattr(dist, "get_world_size", lambda group: size)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "all_gather", gather)
     return [gemm.row_parallel(*shard, plan, group=object()) for shard in shards]
 
@@ -306,6 +307,7 @@ def test_refusals(error_id, call):
 
 def test_a_group_that_does_not_divide_the_plan_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     with pytest.raises(Refused) as caught:
         gemm.row_parallel(normal(2, 64), normal(8, 64), ReductionPlan(2), group=object())
     assert caught.value.error_id == "SB0403"
