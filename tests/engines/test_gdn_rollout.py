@@ -25,11 +25,18 @@ from samebits.weights.transport import send
 pytestmark = pytest.mark.engine
 
 CHUNK, NEW = 64, 40
+BASE = 3  # the request whose prompt others begin with
 COMMON = {"max_num_seqs": 8, "max_model_len": 1024, "block_size": CHUNK}
 # Without decodes beside it a slice has 65 tokens, with one 64, with two 63; too few pages for all.
-SLICED = {"prefix_caching": False, "max_num_batched_tokens": 65, "kv_blocks": 30}
+SLICED = {"prefix_caching": False, "max_num_batched_tokens": 65, "kv_blocks": 14}
 PAGED = {"max_num_batched_tokens": 640, "kv_blocks": 30}
-IN_PAGES = ("prefix_hit_tokens", "chunk_crossed_in_decode", "state_slot_reused", "mixed_steps")
+IN_PAGES = (
+    "prefix_hit_tokens",
+    "mixed_steps",
+    "chunk_crossed_in_decode",
+    "two_cross_in_one_step",
+    "state_slot_reused",
+)
 IN_SLICES = (
     "split_mid_prompt",
     "mixed_steps",
@@ -40,7 +47,6 @@ IN_SLICES = (
     "prefill_ends_before_chunk",
     "prefill_ends_after_chunk",
     "slice_inside_chunk",
-    "two_cross_in_one_step",
     "state_slot_reused",
     "preempted_inside_chunk",
 )
@@ -58,8 +64,11 @@ def start(case: tuple[Path, Path], **changes) -> RolloutEngine:
     return RolloutEngine(dataclasses.replace(settings, **COMMON | changes))
 
 
-def requests() -> list[Request]:
-    """Prompts that end on, before and after a chunk, cross a page in decode, share a prefix."""
+def requests(page: int = 256) -> list[Request]:
+    """Prompts that end on, before and after a chunk, cross a page in decode, share a prefix.
+
+    `page` is what vLLM makes of the block size, so that a page of keys holds a state.
+    """
     source = random.Random(7)
 
     def fresh(count: int) -> list[int]:
@@ -67,15 +76,15 @@ def requests() -> list[Request]:
 
     base = fresh(560)
     prompts = [
+        fresh(page - 16),  # takes the last free page
+        fresh(page - 14),  # then needs one too, and the next request loses its own
+        fresh(page - 30),
         base,
         fresh(63),
         fresh(64),
         fresh(65),
         [5],
         base[:512] + fresh(30),
-        fresh(230),
-        fresh(245),
-        fresh(250),
         base[:300] + fresh(66),
     ]
     return [Request(p, NEW, seed, ignore_eos=True) for seed, p in enumerate(prompts)]
@@ -111,8 +120,8 @@ def sliced(case):
 def paged(case):
     with start(case, **PAGED) as engine:
         engine.asked = requests()
-        first = engine.generate(engine.asked[:1])  # its pages are there for the prefixes of others
-        engine.done = [*first, *engine.generate(engine.asked[1:])]
+        engine.generate(engine.asked[BASE : BASE + 1])  # its pages are there for all the others
+        engine.done = engine.generate(engine.asked)
         engine.fired = engine.stats(reset=True)
         engine.count = engine.served()
         yield engine
@@ -128,8 +137,8 @@ def test_decode_equals_prefill_under_every_hazard(sliced, paged):
 
 
 def test_every_hazard_fired(sliced, paged):
-    never = [name for name in IN_SLICES if not sliced.fired[name]]
-    never += [name for name in IN_PAGES if not paged.fired[name]]
+    never = [name for name in IN_SLICES if not sliced.fired.get(name)]
+    never += [name for name in IN_PAGES if not paged.fired.get(name)]
     assert not never, (never, sliced.fired, paged.fired)
     assert paged.fired["prefix_hit_tokens"] == sum(c.cached_tokens for c in paged.done) >= 512
 
@@ -171,7 +180,7 @@ def _published(folder: Path, factor: float):
 
 def test_a_refit_drops_cached_states(case, paged):
     folder, digest = case[0], paged.contract_digest()
-    again = [dataclasses.replace(paged.asked[0], max_tokens=4)]
+    again = [dataclasses.replace(paged.asked[BASE], max_tokens=4)]
     first = paged.generate(again)[0]
     assert first.cached_tokens >= 512
     with send(_published(folder, 1.5), step=1, contract_digest=digest) as manifest:
@@ -197,15 +206,17 @@ def test_two_ranks_equal_one(case, sliced):
 
 def test_cpr_is_another_law_that_holds_as_well(tmp_path, paged):
     with start(make(tmp_path, "cpr"), **SLICED) as engine:
-        done = engine.generate(paged.asked)
+        asked = requests(page=320)
+        done = engine.generate(asked)
         fired = engine.stats()
-        assert mismatches(paged.asked, done, engine.score(whole(paged.asked, done))) == 0
+        assert mismatches(asked, done, engine.score(whole(asked, done))) == 0
         assert fired["slice_inside_chunk"] > 0 and fired["preempted_inside_chunk"] > 0
         assert mismatches(paged.asked, paged.done, engine.score(whole(paged.asked, paged.done))) > 0
 
 
 def test_stock_differs(case, paged):
     with start(case, **PAGED, arithmetic="stock") as engine:
-        done = engine.generate(paged.asked)
-        assert mismatches(paged.asked, done, engine.score(whole(paged.asked, done))) > 0
+        asked = paged.asked[BASE + 1 : BASE + 4]  # the pair is slow
+        done = engine.generate(asked)
+        assert mismatches(asked, done, engine.score(whole(asked, done))) > 0
         assert engine.served() == {}
