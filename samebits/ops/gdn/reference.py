@@ -17,6 +17,7 @@ from samebits.ops.scalar import reference_narrow
 
 
 def bf16(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to bf16, held in fp32."""
     return reference_narrow(x).float()
 
 
@@ -69,6 +70,7 @@ class Rows:
 def chunk_rows(
     k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, h: torch.Tensor
 ) -> Rows:
+    """Rows of one chunk from its boundary state h [K, V]: gamma, T, R, u and what they need."""
     gamma = log_decays(g)
     decay = exp2(gamma[:, :, None] - gamma[:, None, :]).tril()
     lower = (beta[..., None] * (chain(k, k.mT) * decay)).tril(-1)
@@ -90,6 +92,7 @@ def close(k: torch.Tensor, rows: Rows, h: torch.Tensor) -> torch.Tensor:
 def chunk_row_outputs(
     q: torch.Tensor, k: torch.Tensor, rows: Rows, scale: torch.Tensor
 ) -> torch.Tensor:
+    """Outputs [T, V] of a chunk by schedule chunk_row."""
     carried = exp2(rows.gamma)[..., None] * chain(q, rows.snapshot)
     scores = bf16(chain(q, k.mT) * rows.decay)
     return bf16(scale * chain(scores, rows.u, carried))
@@ -104,6 +107,7 @@ def cpr_outputs(
     h: torch.Tensor,
     scale: torch.Tensor,
 ) -> torch.Tensor:
+    """Outputs [T, V] of a chunk by the recurrence of schedule cpr, restarted at its boundary."""
     s = h
     rows = []
     for i in range(k.shape[1]):

@@ -65,6 +65,7 @@ class GatedDeltaNet(KeepsDecayInFp32):
         inference_params=None,
         **_,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states [s, b, H] bf16, with b = 1 when packed -> (same shape, the bias)."""
         if inference_context is not None or inference_params is not None:
             raise Refused(
                 "SB0605",

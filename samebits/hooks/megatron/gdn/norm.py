@@ -23,6 +23,7 @@ class ZeroCentredRMSNorm(_Weighted):
     """x [..., hidden_size] bf16 -> same shape; the factor is 1 + weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden_size] bf16 -> same shape."""
         return rms_norm.rms_norm(x, self.weight, self.eps, zero_centred=True)
 
 
@@ -30,6 +31,7 @@ class GatedRMSNorm(_Weighted):
     """x, z [..., hidden_size] bf16 -> same shape; the plain weight is shared by all heads."""
 
     def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """x and z [..., V] bf16 -> same shape."""
         return gated_rms_norm.gated_rms_norm(x, z, shared_by_ranks(self.weight), self.eps)
 
 

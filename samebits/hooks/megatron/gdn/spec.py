@@ -21,9 +21,11 @@ class HybridSpecProvider(SamebitsSpecProvider):
     """The dense provider's answers, but for zero-centred norms and gated attention."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False):
+        """Every norm over the hidden size, and of queries and keys, adds 1 to its weight."""
         return ZeroCentredRMSNorm
 
     def self_attention(self) -> type:
+        """Attention whose output is gated by the shared operator."""
         return GatedSelfAttention
 
 

@@ -26,6 +26,7 @@ class ChunkHazards(Hazards):
         self._owner: dict[int, str] = {}  # page -> request that had it last
 
     def observe(self, output) -> None:
+        """One engine step, as `Hazards.observe`, with the pages of state that it hands out."""
         self._block_size = self._runner.cache_config.block_size  # vLLM raises it after start
         for request_id in output.preempted_req_ids or ():
             inside = self._end.get(request_id, 0) % CHUNK != 0

@@ -26,6 +26,7 @@ class AlignedAttention(Qwen3NextAttention):
     def forward(
         self, positions: torch.Tensor, output: torch.Tensor, hidden_states: torch.Tensor
     ) -> None:
+        """hidden_states [T, H] bf16 at `positions` -> `output` [T, H], written in place."""
         from samebits.ops import output_gate
 
         qkv, _ = self.qkv_proj(hidden_states)
@@ -133,6 +134,7 @@ class AlignedDeltaNet(_DeltaNet):
     """The contract's schedule: bits of a row depend on its own sequence and position only."""
 
     def core(self, qkv, b, a, step):
+        """qkv [T, C], b and a [T, HV] bf16 -> [T, HV, V] bf16 by the schedule of the contract."""
         from samebits.ops import conv1d, gdn, gdn_gate, l2_norm
 
         *states, window = self.kv_cache
@@ -153,6 +155,7 @@ class AlignedDeltaNet(_DeltaNet):
         )
 
     def gated_norm(self, x, z):
+        """x and z [T, HV, V] bf16 -> same shape, by the shared operator."""
         from samebits.ops import gated_rms_norm
 
         return gated_rms_norm.gated_rms_norm(x, z, self.norm.weight.data, self.norm.eps)
@@ -163,6 +166,7 @@ class StockDeltaNet(_DeltaNet):
     single tokens. vLLM ships a torch convolution for such hosts, transformers a torch core."""
 
     def core(self, qkv, b, a, step):
+        """As the aligned one, by the chunk and recurrent forms that upstream ships for any host."""
         starts, contexts = step.query_start_loc.tolist(), step.context_lens.tolist()
         out = qkv.new_zeros(len(qkv), self.num_v_heads // self.tp_size, self.head_v_dim)
         for row, (slot, context) in enumerate(zip(step.slots.tolist(), contexts, strict=True)):
@@ -218,13 +222,16 @@ class StockDeltaNet(_DeltaNet):
         return out[0]
 
     def gated_norm(self, x, z):
+        """As the aligned one, by torch."""
         shape = x.shape
         return self.norm(x.flatten(0, 1), z.flatten(0, 1)).view(shape)
 
 
 def attention_class() -> type[Qwen3NextAttention]:
+    """Class of full attention layers: ours when aligned, else vLLM's."""
     return AlignedAttention if runtime.aligned() else Qwen3NextAttention
 
 
 def delta_net_class() -> type[_DeltaNet]:
+    """Class of recurrent layers for this process's arithmetic."""
     return AlignedDeltaNet if runtime.aligned() else StockDeltaNet

@@ -24,6 +24,8 @@ class Metadata:
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
+    """Makes `Metadata` of a step, with positions counted from the start of a sequence."""
+
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -49,14 +51,19 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
 
 class Backend(AttentionBackend):
+    """Backend of recurrent layers, by the name under which vLLM looks for one."""
+
     @staticmethod
     def get_name() -> str:
+        """Member of vLLM's own enumeration."""
         return "GDN_ATTN"  # vLLM knows backends by the members of its own enumeration
 
     @staticmethod
     def get_builder_cls() -> type[Builder]:
+        """The class that makes the metadata of a step."""
         return Builder
 
     @classmethod
     def is_ssm(cls) -> bool:
+        """True: its cache holds states, not keys and values."""
         return True

@@ -68,6 +68,8 @@ class DecoderLayer(Qwen3NextDecoderLayer):
 
 
 class Decoder(nn.Module):
+    """Embedding, layers and last norm."""
+
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
@@ -79,6 +81,7 @@ class Decoder(nn.Module):
         self.norm = GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """hidden_states [T, H] bf16 at `positions` -> [T, H] after the last norm."""
         residual = None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, positions=positions)
@@ -106,6 +109,7 @@ class Qwen3_5ForCausalLM(nn.Module, HasInnerState, IsHybrid):
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids [T] -> [T, H] bf16."""
         return self.model.embed_tokens(input_ids)
 
     def forward(
@@ -116,10 +120,12 @@ class Qwen3_5ForCausalLM(nn.Module, HasInnerState, IsHybrid):
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
+        """Token ids or embeddings of a step -> hidden states [T, H] bf16."""
         rows = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         return self.model(rows, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """hidden_states [T, H] bf16 -> logits [T, V] fp32."""
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -145,10 +151,12 @@ class Qwen3_5ForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig):
+        """Shapes of the tensors of one state, for vLLM's cache."""
         return tuple(shape for _, shape, _ in cls._spec(vllm_config))
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig):
+        """Their dtypes, in the same order."""
         return tuple(dtype for _, _, dtype in cls._spec(vllm_config))
 
     @classmethod

@@ -12,6 +12,7 @@ class AlignedGemmaRMSNorm(GemmaRMSNorm):
     """x [..., H] bf16 times 1 + weight; with a residual, x + residual is rounded to bf16 first."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        """x [..., H] bf16; with a residual, x + residual is rounded to bf16 before it is normed."""
         if residual is None:
             return self._norm(x)
         residual = x + residual
