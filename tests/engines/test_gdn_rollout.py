@@ -204,6 +204,7 @@ def test_two_ranks_equal_one(case, sliced):
         assert engine.weight_checksums() == sliced.weight_checksums()
 
 
+@pytest.mark.slow
 def test_cpr_is_another_law_that_holds_as_well(tmp_path, paged):
     with start(make(tmp_path, "cpr"), **SLICED) as engine:
         asked = requests(page=320)
@@ -214,6 +215,7 @@ def test_cpr_is_another_law_that_holds_as_well(tmp_path, paged):
         assert mismatches(paged.asked, paged.done, engine.score(whole(paged.asked, paged.done))) > 0
 
 
+@pytest.mark.slow
 def test_stock_differs(case, paged):
     with start(case, **PAGED, arithmetic="stock") as engine:
         asked = paged.asked[BASE + 1 : BASE + 4]  # the pair is slow
