@@ -33,6 +33,14 @@ def test_lists_and_headers(pin):
     }
 
 
+@pytest.mark.parametrize("pin", PINS, ids=lambda pin: pin.name)
+def test_every_patch_is_the_projects_own(pin):
+    maintainers = "samebits maintainers <maintainers@users.noreply.github.com>"
+    for patch in Series(WORKSPACE, pin.name).files.values():
+        assert f"\nFrom: {maintainers}\n" in patch.content
+        assert f"\nSigned-off-by: {maintainers}\n" in patch.content
+
+
 @pytest.mark.parametrize(("pin", "model"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_built_tree_is_the_recorded_one(pin, model):
     recorded = (pin.trees or {}).get(model)
