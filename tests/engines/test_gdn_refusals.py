@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace as Namespace
 
 import pytest
+from trainer_support import CASES
 
 from samebits import runtime
+from samebits.contract import Contract
 from samebits.errors import Refused
+from samebits.hooks.vllm import config as dense_config
 from samebits.hooks.vllm.gdn import config
 from samebits.hooks.vllm.gdn.hazards import ChunkHazards
 
@@ -38,10 +42,19 @@ def engine(text=(), cache=(), ranks: int = 1) -> Namespace:
 
 
 @pytest.fixture(autouse=True)
-def chunk(monkeypatch):
-    constants = {"chunk": 64}
-    monkeypatch.setattr(runtime, "contract", lambda: Namespace(constants=lambda _: constants))
-    return constants
+def contract(monkeypatch):
+    constants = {"chunk": 64, "schedule": "chunk_row"}
+    contract = Namespace(constants=lambda _: constants, check_model=lambda _: None)
+    monkeypatch.setattr(runtime, "contract", lambda: contract)
+    return contract
+
+
+@pytest.fixture(autouse=True)
+def mamba_utils(monkeypatch):
+    """Stands in for the patched module of vLLM."""
+    module = Namespace(__name__="vllm.v1.worker.mamba_utils", HAS_TRITON=False)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker", Namespace(mamba_utils=module))
+    return module
 
 
 def test_what_is_proved_passes():
@@ -73,18 +86,44 @@ def test_what_nobody_proved_is_refused(changes, error_id):
     assert refusal.value.error_id == error_id
 
 
-def test_a_contract_with_other_chunks_is_refused(chunk):
-    chunk["chunk"] = 32
-    with pytest.raises(Refused) as refusal:
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_context_parallelism_is_refused(kind):
+    name = f"{kind}_context_parallel_size"
+    parallel = Namespace(parallel_config=Namespace(**{name: 2}))
+    with pytest.raises(Refused, match=f"{name}=2") as refusal:
+        dense_config._check_parallel(parallel, model=None)
+    assert refusal.value.error_id == "SB0507"
+
+
+@pytest.mark.parametrize(("name", "value"), [("chunk", 32), ("schedule", "chunk_fold")])
+def test_a_contract_with_another_schedule_is_refused(contract, name, value):
+    contract.constants("gdn.core")[name] = value
+    with pytest.raises(Refused, match=str(value)) as refusal:
         config.check(engine())
     assert refusal.value.error_id == "SB0516"
+
+
+def test_sources_without_the_patch_of_recurrent_layers_are_refused(mamba_utils):
+    del mamba_utils.HAS_TRITON
+    with pytest.raises(Refused) as refusal:
+        config.check(engine())
+    assert refusal.value.error_id == "SB0513"
+
+
+def test_the_contract_of_a_dense_model_is_refused_as_such(monkeypatch):
+    dense = Contract.load(CASES / "qwen3-tiny" / "contract.json")
+    monkeypatch.setattr(runtime, "contract", lambda: dense)
+    with pytest.raises(Refused) as refusal:
+        config.check(engine(text={"architectures": ["Qwen3_5ForCausalLM"]}))
+    assert refusal.value.error_id == "SB0311"
 
 
 class Steps(ChunkHazards):
     """Counters fed by hand; state pages are those of group 0."""
 
     def __init__(self) -> None:
-        super().__init__(Namespace(cache_config=Namespace(block_size=64)))
+        cache = Namespace(block_size=64, mamba_cache_mode="align")
+        super().__init__(Namespace(cache_config=cache))
 
     def _state_groups(self) -> list[int]:
         return [0]
@@ -118,7 +157,7 @@ class Steps(ChunkHazards):
     def fired(self) -> set[str]:
         names = {"chunk_crossed_in_decode", "slice_inside_chunk", "two_cross_in_one_step"}
         names |= {f"prefill_ends_{place}_chunk" for place in ("on", "before", "after")}
-        names |= {"state_slot_reused", "preempted_inside_chunk"}
+        names |= {"state_slot_reused", "preempted_inside_chunk", "resumed_from_state"}
         report = self.report()
         self.reset()
         return {name for name in names if report.get(name)}
@@ -142,3 +181,53 @@ def test_chunk_hazards_are_counted_where_they_happen():
     assert steps.fired() == {"state_slot_reused"}  # b had lost nothing: it stood on a boundary
     steps.step({"e": 10}, new=[("e", 20, 9)], preempted=["c"])
     assert steps.fired() == {"preempted_inside_chunk"}
+
+
+def test_what_is_computed_again_is_no_decode():
+    steps = Steps()
+    steps.step({"a": 60}, new=[("a", 60, 1)])
+    for computed in (60, 61, 62):
+        steps.step({"a": 1}, computed=[("a", computed)])
+    assert steps.fired() == set()
+    steps.step({"b": 1}, new=[("b", 2, 9)], preempted=["a"])
+    steps.step({"a": 61}, computed=[("a", 0)], resumed=["a"])
+    assert steps.fired() == {"preempted_inside_chunk"}
+    steps.step({"a": 3}, computed=[("a", 61)])
+    assert steps.fired() == set()
+    steps.step({"a": 1}, computed=[("a", 63)])  # counted: computed before
+    assert steps.fired() == set()
+
+
+def test_a_slice_over_the_prompts_end_is_not_the_end_of_a_prompt():
+    steps = Steps()
+    steps.step({"a": 20}, new=[("a", 20, 1)])
+    steps.step({"b": 1}, new=[("b", 2, 9)], preempted=["a"])
+    steps.fired()
+    steps.step({"a": 63}, computed=[("a", 0)], resumed=["a"])
+    assert steps.fired() == set()
+    steps.step({"a": 1}, computed=[("a", 63)])
+    assert steps.fired() == {"chunk_crossed_in_decode"}
+
+
+def test_a_prompt_ends_once():
+    steps = Steps()
+    steps.step({"a": 64}, new=[("a", 64, 1)])
+    assert steps.fired() == {"prefill_ends_on_chunk"}
+    steps.step({"a": 1}, computed=[("a", 64)])
+    steps.step({"b": 1}, new=[("b", 2, 9)], preempted=["a"])
+    assert steps.fired() == {"preempted_inside_chunk"}
+    steps.step({"a": 64}, computed=[("a", 0)], resumed=["a"])
+    assert steps.fired() == set()
+
+
+def test_going_on_from_a_cached_state_is_counted():
+    steps = Steps()
+    steps.step({"a": 70}, new=[("a", 70, 1)])
+    steps.step({"b": 1}, new=[("b", 2, 9)], preempted=["a"])
+    steps.fired()
+    steps.step({"a": 7}, computed=[("a", 64)], resumed=["a"])
+    assert steps.fired() == {"resumed_from_state"}
+    steps.step({"b": 1}, computed=[("b", 1)], preempted=["a"])
+    steps.fired()
+    steps.step({"a": 71}, computed=[("a", 0)], resumed=["a"])
+    assert "resumed_from_state" not in steps.fired()

@@ -4,8 +4,8 @@ For one value head with state S [K, V], per token: S = exp(g) S; S += k (beta (v
 o = scale S^T q. Positions are cut into chunks of `CHUNK` by absolute position, and the state at a
 boundary is the same fp32 chain in both schedules:
 
-    chunk_row   every row computes its own row of the chunk form; the boundary state is consumed as
-                a bf16 snapshot
+    chunk_row   every row computes its own row of the chunk form from the bf16 snapshot of the
+                boundary state, as the chain does
     cpr         inside a chunk the recurrence runs in fp32, restarted at every boundary from the
                 fp32 state
 
@@ -88,7 +88,8 @@ def advance(
 
     q, k             [T, HK, K] bf16, l2-normalised by the caller
     v                [T, HV, V] bf16
-    g, beta          [T, HV] fp32, g <= 0 the log of the decay
+    g, beta          [T, HV] fp32; g, the log of the decay, is finite and <= 0. Not checked: the law
+                     takes any g, but a positive one may overflow, and -inf makes later rows NaN
     state            tensors [slots, ...] as `state_spec` lists them; only dim 0 may be strided
     slots            [R] integers: index into dim 0 of every state tensor, all distinct
     query_start_loc  [R + 1] integers, cumulative, from 0; rows past the last one give zeros
@@ -266,7 +267,7 @@ registry.register(
             "chunk": CHUNK,
             "block": BLOCK,
             "boundary_chained": "fp32",
-            "boundary_consumed": "chunk_row bf16, cpr fp32",
+            "boundary_consumed": "bf16; for o of cpr fp32",
             "g": "fp32",
             "beta": "fp32",
         },
@@ -275,6 +276,7 @@ registry.register(
             "samebits.ops.scalar",
             "samebits.ops.vector",
             "samebits.ops.gdn_scalar",
+            "samebits.ops.packed",
             "samebits.ops.gdn",
             "samebits.ops.gdn.cpu",
         ),

@@ -8,6 +8,7 @@ from samebits.bits import mixsum
 from samebits.ops import registry, samples
 from samebits.ops.checks import require_dtype, require_shape
 from samebits.ops.l2_norm import cpu
+from samebits.ops.l2_norm.cpu import EPS
 from samebits.ops.scalar import LANES
 
 __all__ = ["l2_norm"]
@@ -29,7 +30,7 @@ class _L2Norm(torch.autograd.Function):
         return dx.to(x.dtype), None
 
 
-def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+def l2_norm(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
     """x [..., n] bf16 (any strides) -> [..., n] bf16, contiguous.
 
     Order: squares go to 16 lanes (element i to lane i % 16, ascending) by fp32 fma from +0; lanes
@@ -52,7 +53,7 @@ def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 def _probe() -> int:
     x = samples.bf16((5, 83), 8)
     x[0] = torch.arange(83, dtype=torch.int16).view(torch.bfloat16)  # subnormals, not to be flushed
-    return mixsum(cpu.forward(x, 1e-6)[0])
+    return mixsum(cpu.forward(x, EPS)[0])
 
 
 registry.register(

@@ -11,6 +11,7 @@ from samebits.ops.vector import dot_tile
 
 _dot = dot_tile(1, 1)
 _ONE = np.float32(1.0)
+EPS = 1e-6  # upstream's default; no model's configuration states another
 _GRAIN = 16384  # elements per task: below this a thread costs more than it saves
 
 

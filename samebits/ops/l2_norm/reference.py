@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from samebits.ops.l2_norm.cpu import EPS
 from samebits.ops.reference import fma32
 from samebits.ops.scalar import LANES, reference_narrow
 from samebits.plan import ReductionPlan
 
 
-def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+def l2_norm(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
     """x [..., n] bf16 -> [..., n] bf16; see the package for the order."""
     wide = x.float()
     lanes = [torch.zeros(wide.shape[:-1]) for _ in range(LANES)]

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from samebits.ops import gpu
 from samebits.ops.device import fold
+from samebits.ops.l2_norm.cpu import EPS
 
 NEAR = 4  # neighbours summed first: part of the schedule
 LONGEST = 1024
@@ -28,7 +29,7 @@ def _kernel(x_ptr, y_ptr, eps, rows, N: tl.constexpr, ROWS: tl.constexpr, NEAR: 
     tl.store(y_ptr + at, (x * r[:, None]).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+def l2_norm(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
     """x [..., n] bf16, contiguous on CUDA, n a power of two up to 1024 -> [..., n] bf16.
 
     Forward only. Refuses with SB0420, SB0421.

@@ -6,18 +6,24 @@ from typing import TYPE_CHECKING
 
 from samebits import runtime
 from samebits.errors import Refused
+from samebits.ops.gdn import CHUNK, SCHEDULES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-CHUNK = 64  # tokens; states are whole at its multiples only
 HEAD_DIM = 128
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Raise `Refused` (SB0501, SB0507, SB0516, SB0517) for what the GDN schedules do not cover."""
+    """Raise `Refused` for what the GDN schedules do not cover.
+
+    SB0501 layers, SB0507 ranks, SB0513 sources without the patch of recurrent layers, SB0516 chunks
+    and cached states, SB0517 format of a state; SB0311 for the contract of another model.
+    """
+    _check_tree()
     text = vllm_config.model_config.hf_text_config
     _check_layers(text)
+    runtime.contract().check_model(text)  # before its constants, which a dense one does not have
     _check_state(vllm_config.cache_config)
     _check_ranks(vllm_config.parallel_config.tensor_parallel_size, text)
 
@@ -26,10 +32,25 @@ def _refuse(error_id: str, seen: str, required: str) -> None:
     raise Refused(error_id, seen=seen, required=required, hint=f"samebits explain {error_id}")
 
 
+def _check_tree() -> None:
+    """The series of a dense case lacks this patch, and vLLM would fail at the first block's end."""
+    from vllm.v1.worker import mamba_utils
+
+    if not hasattr(mamba_utils, "HAS_TRITON"):  # imported by the patch only
+        raise Refused(
+            "SB0513",
+            seen=f"{mamba_utils.__name__} without `ssm-copy-states-on-hosts-without-triton`",
+            required="a vLLM tree with the series of a hybrid model applied",
+            hint="samebits patch apply vllm --model qwen3.5-tiny",
+        )
+
+
 def _check_layers(text) -> None:
     wanted = {"full_attention", "linear_attention"}
     if set(text.layer_types) - wanted:
-        _refuse("SB0501", f"layer types {sorted(set(text.layer_types))}", " and ".join(wanted))
+        _refuse(
+            "SB0501", f"layer types {sorted(set(text.layer_types))}", " and ".join(sorted(wanted))
+        )
     rope = text.rope_parameters or {}
     if rope.get("rope_type", "default") != "default" or "mrope_section" in rope:
         _refuse("SB0501", f"rope_parameters {rope}", "the default rotary embedding of text")
@@ -54,9 +75,12 @@ def _check_state(cache) -> None:
         )
     if cache.mamba_cache_dtype != "auto":
         _refuse("SB0517", f"mamba_cache_dtype={cache.mamba_cache_dtype}", "auto")
-    chunk = runtime.contract().constants("gdn.core")["chunk"]
+    constants = runtime.contract().constants("gdn.core")
+    chunk, schedule = constants["chunk"], constants["schedule"]
     if chunk != CHUNK:
         _refuse("SB0516", f"a contract with chunks of {chunk} tokens", f"chunks of {CHUNK}")
+    if schedule not in SCHEDULES:
+        _refuse("SB0516", f"a contract with schedule {schedule!r}", " or ".join(SCHEDULES))
     # vLLM raises the block size to a multiple of the one asked for, so this one decides.
     if cache.enable_prefix_caching and cache.block_size % CHUNK:
         _refuse(

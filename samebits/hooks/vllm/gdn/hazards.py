@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from samebits.hooks.vllm.gdn.config import CHUNK
 from samebits.hooks.vllm.hazards import Hazards
+from samebits.ops.gdn import CHUNK
 
 
 class ChunkHazards(Hazards):
@@ -17,12 +17,16 @@ class ChunkHazards(Hazards):
     two_cross_in_one_step       two sequences or more ended a chunk in one step
     state_slot_reused           a page of state went from one request to another
     preempted_inside_chunk      a request lost its state inside a chunk
+    resumed_from_state          a preempted request went on from a cached state
+
+    What a preempted request computes again is neither a decode nor the end of a prompt.
     """
 
     def __init__(self, runner) -> None:
         super().__init__(runner.cache_config.block_size)
         self._runner = runner
         self._end: dict[str, int] = {}  # request -> tokens after its last step
+        self._reached: dict[str, int] = {}  # request -> most tokens it ever had
         self._owner: dict[int, str] = {}  # page -> request that had it last
 
     def observe(self, output) -> None:
@@ -34,13 +38,16 @@ class ChunkHazards(Hazards):
         super().observe(output)
         if output.total_num_scheduled_tokens:
             cached = output.scheduled_cached_reqs
+            aligned = self._runner.cache_config.mamba_cache_mode == "align"
             for request_id, pages, computed in zip(
                 cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
             ):
                 resumed = request_id in cached.resumed_req_ids
+                self._count["resumed_from_state"] += resumed and computed > 0 and aligned
                 self._take(request_id, pages or (), computed if resumed else 0)
         for request_id in output.finished_req_ids:
             self._end.pop(request_id, None)
+            self._reached.pop(request_id, None)
 
     def _arrive(self, new) -> None:
         super()._arrive(new)
@@ -69,13 +76,15 @@ class ChunkHazards(Hazards):
             request = self._live[request_id]
             start, end = request.computed, request.computed + tokens
             self._end[request_id] = end
+            first = end > self._reached.get(request_id, 0)
+            self._reached[request_id] = max(end, self._reached.get(request_id, 0))
             crosses = end // CHUNK > start // CHUNK
             crossing += crosses
             if start >= request.prompt:
-                self._count["chunk_crossed_in_decode"] += crosses
+                self._count["chunk_crossed_in_decode"] += crosses and first and tokens == 1
                 continue
             self._count["slice_inside_chunk"] += start % CHUNK != 0
-            if end >= request.prompt:
+            if first and end == request.prompt:
                 self._count["prefill_ends_on_chunk"] += end % CHUNK == 0
                 self._count["prefill_ends_before_chunk"] += end % CHUNK == CHUNK - 1
                 self._count["prefill_ends_after_chunk"] += end % CHUNK == 1

@@ -17,8 +17,6 @@ from samebits.hooks.vllm.gdn import state
 from samebits.hooks.vllm.gdn.metadata import Backend, Metadata
 from samebits.hooks.vllm.weights import Shard
 
-L2_EPS = 1e-6
-
 
 class AlignedAttention(Qwen3NextAttention):
     """hidden_states [T, H] -> output [T, H]; the gate is applied in fp32 with one rounding."""
@@ -143,8 +141,8 @@ class AlignedDeltaNet(_DeltaNet):
         q, k, v = self._heads(conv1d.advance(qkv, weight, window, *tables))
         g, beta = gdn_gate.gate(a, b, self.A_log.data, self.dt_bias.data)
         return gdn.advance(
-            l2_norm.l2_norm(q, L2_EPS),
-            l2_norm.l2_norm(k, L2_EPS),
+            l2_norm.l2_norm(q),
+            l2_norm.l2_norm(k),
             v,
             g,
             beta,
