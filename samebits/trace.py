@@ -1,9 +1,10 @@
 """Record what every aligned region returned, and find the first region where two engines differ.
 
 Both engines call the same operators in the same order for one sequence, so the n-th call of one is
-the n-th call of the other. SAMEBITS_TRACE names a folder; while that folder exists, every call
-leaves one file in it, so that a driver records exactly the requests between making the folder and
-moving it away. `00017.attention.npz` holds the output's bit patterns and digests of the operands.
+the n-th call of the other. That holds for dense models; recurrent layers are not traced.
+SAMEBITS_TRACE names a folder; while that folder exists, every call leaves one file in it, so that a
+driver records exactly the requests between making the folder and moving it away.
+`00017.attention.npz` holds the output's bit patterns and digests of the operands.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 One sequence is computed alone by four arms, with every aligned call recorded: the rollout's decode
 and prefill, the trainer's padded and packed score. Pairs of arms are then compared call by call.
+
+Hybrid models are compared token by token only: the trainer's layers project q, k, v, gate and decay
+at once, the rollout's in parts, so that the calls of the two do not correspond.
 """
 
 from __future__ import annotations
@@ -51,14 +54,23 @@ _UNTRACED = {
     "D": "not traced: ranks hold shards, which have no counterpart on one rank",
     "E": "not traced: the weights of that step are gone",
 }
+FUSED = (
+    "located to the token: recurrent projections are fused differently in the two engines "
+    "and are not traced yet"
+)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to compute a sequence: its log-probabilities, and its calls in order."""
+    """One way to compute a sequence: its log-probabilities, and its calls in order, None where
+    they are not traced."""
 
     stream: Stream
-    calls: Sequence[Call]
+    calls: Sequence[Call] | None
+
+
+def _traced(run: Run) -> bool:
+    return run.recipe.gdn_schedule is None
 
 
 @contextlib.contextmanager
@@ -94,17 +106,20 @@ def _rollout(run, root: Path, request, tokens, sequence: int, fault) -> dict[str
         prefix_caching=False,
         max_num_batched_tokens=budget,
         fault=fault,
-        trace=live,
+        trace=live if _traced(run) else None,
     )
     with RolloutEngine(settings) as engine:
         with _recording(live, root / "prefill"):
             scores = engine.score([tokens])
         with _recording(live, root / "decode"):
             done = engine.generate(workload.to_engine([request]))
-    # The row of the last token is computed too when a prompt is scored: it predicts a new token.
-    prefill = trace.load(root / "prefill", len(tokens), skip_logits=1)
-    length = len(request.prompt)
-    decode = trace.load(root / "decode", length + len(done[0].tokens) - 1, first_logits=length - 1)
+    prefill = decode = None
+    if _traced(run):
+        # The row of the last token is computed too when a prompt is scored: it predicts a new one.
+        prefill = trace.load(root / "prefill", len(tokens), skip_logits=1)
+        length = len(request.prompt)
+        rows = length + len(done[0].tokens) - 1
+        decode = trace.load(root / "decode", rows, first_logits=length - 1)
     return {
         "prefill": Arm(workload.scored([tokens], scores, base=sequence), prefill),
         "decode": Arm(workload.decoded([request], done, base=sequence), decode),
@@ -113,18 +128,21 @@ def _rollout(run, root: Path, request, tokens, sequence: int, fault) -> dict[str
 
 def _trainer(run, root: Path, tokens, sequence: int, fault) -> dict[str, Arm]:
     live, found = root / "trainer", {}
-    config = run.recipe.config
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // heads
-    with stages.trainer(run, fault=fault, trace=live) as process:
+    with stages.trainer(run, fault=fault, trace=live if _traced(run) else None) as process:
         for layout in ("padded", "packed"):
             with _recording(live, root / layout):
                 scores = process.score([tokens], layout=layout)
-            calls = trace.load(
-                root / layout, len(tokens), qkv=trace.qkv_order(heads, kv_heads, size)
-            )
+            calls = None
+            if _traced(run):
+                calls = trace.load(root / layout, len(tokens), qkv=_qkv_order(run.recipe.config))
             found[layout] = Arm(workload.trained([tokens], scores, base=sequence), calls)
     return found
+
+
+def _qkv_order(config: Mapping) -> np.ndarray:
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    return trace.qkv_order(heads, kv_heads, size)
 
 
 @dataclass(frozen=True)
@@ -144,6 +162,8 @@ def pair(found: Mapping[str, Arm], left: str, right: str, position: int | None =
     if other is not None:
         a, b = (Arm(_before(arm.stream, other), arm.calls) for arm in (a, b))
     first = compare(a.stream, b.stream).first
+    if a.calls is None or b.calls is None:
+        return Located(first, None, FUSED if first else None)
     limit = position or (first.position if first else None)
     if other is not None:
         limit = min(other, limit or other)
@@ -267,6 +287,9 @@ def reports(run: Run, comparisons: Sequence[Mapping]) -> list[DifferenceReport]:
             }
         if names is None:
             found.append(DifferenceReport(**report, note=_UNTRACED.get(leg)))
+            continue
+        if not _traced(run):
+            found.append(DifferenceReport(**report, note=FUSED))
             continue
         if sequence not in traced:
             traced[sequence] = _try(run, sequence)

@@ -1,5 +1,6 @@
 """A differing log-probability is followed down to its region, on real engines too."""
 
+import contextlib
 import json
 import random
 import shutil
@@ -70,6 +71,10 @@ class _FakeRun:
 
     class recipe:
         case = "toy"
+        gdn_schedule = None
+        engine: ClassVar[dict[str, int]] = {"max_model_len": 16}
+
+    model = None
 
     def __init__(self, folder):
         self.folder = folder
@@ -137,6 +142,44 @@ def test_an_engine_that_fails_does_not_hide_the_difference(run, monkeypatch):
     monkeypatch.setattr(locate, "arms", arms)
     (report,) = locate.reports(run, [_record("B", "decode/prefill")])
     assert "SB0512" in str(report.note) and report.left.bits == "bf800000"
+
+
+@pytest.fixture
+def hybrid(run, monkeypatch):
+    monkeypatch.setattr(run.recipe, "gdn_schedule", "cpr")
+    return run
+
+
+def test_a_hybrid_difference_is_located_to_the_token_at_once(hybrid, monkeypatch):
+    monkeypatch.setattr(locate, "arms", lambda *_, **__: pytest.fail("engines were started"))
+    records = [_record("B", "decode/prefill"), _record("A", "prefill-alone/prefill-batch")]
+    decode, batch = locate.reports(hybrid, records)
+    assert decode.note == locate.FUSED and decode.region is None and decode.position == 3
+    assert "batch" in str(batch.note)  # its own reason comes first
+
+
+def test_a_hybrid_sequence_alone_is_compared_untraced(hybrid, monkeypatch):
+    started = []
+
+    @contextlib.contextmanager
+    def engine(*args, **options):
+        started.append(options["trace"])
+        yield types.SimpleNamespace(score=lambda *_, **__: None, generate=lambda *_: [])
+
+    good, bad = (_arm(1, TOKENS, flip=flip).stream for flip in (None, (1, 2, 0)))
+    monkeypatch.setattr(locate.RolloutSettings, "of", lambda *_, **options: options)
+    monkeypatch.setattr(locate, "RolloutEngine", lambda settings: engine(**settings))
+    monkeypatch.setattr(locate.stages, "trainer", engine)
+    for name, stream in {"scored": good, "decoded": good, "trained": bad}.items():
+        monkeypatch.setattr(locate.workload, name, lambda *_, stream=stream, **__: stream)
+    found = locate.sequence_alone(hybrid, 0)
+    assert started == [None, None]
+    assert [report.comparison for report in found] == [
+        "padded/prefill",
+        "packed/prefill",
+        "decode/padded",
+    ]
+    assert {(r.note, r.position, r.region) for r in found} == {(locate.FUSED, 3, None)}
 
 
 def test_reports_are_written_and_an_old_file_goes(tmp_path, run):
