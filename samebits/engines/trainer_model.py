@@ -19,6 +19,7 @@ from samebits import runtime
 from samebits.errors import Refused
 
 HYBRID = "Qwen3_5ForCausalLM"
+HEAD_DIM = 128  # of linear attention
 # Name -> has q/k norms.
 ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True, HYBRID: True}
 
@@ -45,26 +46,72 @@ class LinearAttention:
 
     @staticmethod
     def of(config: dict, rope: dict, path: Path) -> LinearAttention:
-        """Read a config of Qwen3.5's text model; SB0605 for a kind of layer nobody proved."""
-        kinds = {"linear_attention": 1, "full_attention": 0}
-        types = config["layer_types"]
-        unknown = sorted({t for t in types if t not in kinds})
-        if unknown or len(types) != config["num_hidden_layers"]:
-            raise Refused(
-                "SB0605",
-                seen=f"{len(types)} layer_types, unknown {unknown}, in {path}",
-                required=f"{config['num_hidden_layers']}, each one of {', '.join(kinds)}",
-                hint="samebits explain SB0605",
+        """Read a config of Qwen3.5's text model; SB0605 for what nobody proved or it leaves out."""
+        sizes = _positive(
+            config,
+            path,
+            *("linear_num_key_heads", "linear_num_value_heads"),
+            *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"),
+        )
+        key_heads, value_heads, *head_dims, conv_width = sizes
+        if value_heads % key_heads or any(size != HEAD_DIM for size in head_dims):
+            raise _unproved(
+                f"{key_heads} key heads of {head_dims[0]}, {value_heads} value heads of "
+                f"{head_dims[1]} in {path}",
+                f"linear attention with heads of {HEAD_DIM}, value heads a multiple of key heads",
             )
         return LinearAttention(
-            pattern=tuple(kinds[t] for t in types),
-            key_heads=config["linear_num_key_heads"],
-            value_heads=config["linear_num_value_heads"],
-            key_dim=config["linear_key_head_dim"],
-            value_dim=config["linear_value_head_dim"],
-            conv_width=config["linear_conv_kernel_dim"],
-            rotary_share=float(rope["partial_rotary_factor"]),
+            pattern=_pattern(config, path),
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_dim=head_dims[0],
+            value_dim=head_dims[1],
+            conv_width=conv_width,
+            rotary_share=_rotary_share(config, rope, path),
         )
+
+
+def _unproved(seen: str, required: str) -> Refused:
+    return Refused("SB0605", seen=seen, required=required, hint="samebits explain SB0605")
+
+
+def _positive(config: dict, path: Path, *names: str) -> list[int]:
+    """Values of entries that must be there: the rollout engine would go on with defaults."""
+    lacking = [n for n in names if not isinstance(config.get(n), int) or config[n] < 1]
+    if lacking:
+        raise _unproved(
+            ", ".join(f"{n}={config.get(n)}" for n in lacking) + f" in {path}", "positive integers"
+        )
+    return [config[n] for n in names]
+
+
+def _pattern(config: dict, path: Path) -> tuple[int, ...]:
+    """1 for a linear layer, 0 for full attention, from `layer_types` or the interval instead."""
+    kinds = {"linear_attention": 1, "full_attention": 0}
+    layers, types = config["num_hidden_layers"], config.get("layer_types")
+    if types is None:
+        (interval,) = _positive(config, path, "full_attention_interval")
+        return tuple(int((layer + 1) % interval > 0) for layer in range(layers))
+    unknown = sorted({t for t in types if t not in kinds})
+    if unknown or len(types) != layers:
+        raise _unproved(
+            f"{len(types)} layer_types, unknown {unknown}, in {path}",
+            f"{layers}, each one of {', '.join(kinds)}",
+        )
+    return tuple(kinds[t] for t in types)
+
+
+def _rotary_shares(config: dict, rope: dict) -> set[float]:
+    """The share of a head that turns, wherever the config says it."""
+    found = (place.get("partial_rotary_factor") for place in (rope, config))
+    return {float(share) for share in found if share is not None}
+
+
+def _rotary_share(config: dict, rope: dict, path: Path) -> float:
+    shares = _rotary_shares(config, rope)
+    if len(shares) != 1:
+        raise _unproved(f"partial_rotary_factor {sorted(shares)} in {path}", "exactly one value")
+    return shares.pop()
 
 
 @dataclass(frozen=True)
@@ -113,7 +160,7 @@ class Architecture:
                 hint="samebits explain SB0602",
             )
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        _refuse_features(config, rope, path, partial_rotary=name == HYBRID)
+        _refuse_features(config, rope, path, hybrid=name == HYBRID)
         heads = config["num_attention_heads"]
         return Architecture(
             name=name,
@@ -156,26 +203,29 @@ class Architecture:
             )
 
 
-def _refuse_features(config: dict, rope: dict, path: Path, partial_rotary: bool) -> None:
-    partial = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) != 1.0
+def _refuse_features(config: dict, rope: dict, path: Path, hybrid: bool) -> None:
     found = {
         "attention_bias": config.get("attention_bias", False),
         "mlp_bias": config.get("mlp_bias", False),
         "attention_dropout": config.get("attention_dropout", 0) > 0,
         "hidden_dropout": config.get("hidden_dropout", 0) > 0,
         "rope scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
-        "partial rotary": partial and not partial_rotary,
+        "mrope_section": "mrope_section" in rope,  # positions in more than one dimension
+        "partial rotary": not hybrid and bool(_rotary_shares(config, rope) - {1.0}),
         "sliding window": bool(config.get("use_sliding_window", False)),
         "pretraining_tp": config.get("pretraining_tp", 1) != 1,
         "activation": config.get("hidden_act", "silu") != "silu",
+        "attn_output_gate": bool(config.get("attn_output_gate", hybrid)) != hybrid,
+        # "swish" is another name of silu
+        "output_gate_type": config.get("output_gate_type", "silu") not in ("silu", "swish"),
+        "layer_scale": bool(config.get("layer_scale", False)),
     }
     names = [name for name, present in found.items() if present]
     if names:
-        raise Refused(
-            "SB0605",
-            seen=f"{', '.join(names)} in {path}",
-            required="no dropout, bias, rotary scaling, window, or activation other than silu",
-            hint="samebits explain SB0605",
+        raise _unproved(
+            f"{', '.join(names)} in {path}",
+            "no dropout, bias, rotary scaling or sections, window, layer scale, or activation "
+            "other than silu; an output gate of attention in hybrid models and nowhere else",
         )
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace as Namespace
 
 import pytest
-from trainer_support import CASES
+from rollout_settings import HYBRID_ENGINES
+from trainer_support import CASES, HYBRID, make_case
 
 from samebits import runtime
 from samebits.contract import Contract
+from samebits.engines.rollout import RolloutSettings
 from samebits.errors import Refused
 from samebits.hooks.vllm import config as dense_config
 from samebits.hooks.vllm.gdn import config
@@ -30,6 +35,20 @@ CACHE = {
     "mamba_cache_mode": "align",
     "enable_prefix_caching": True,
     "block_size": 64,
+}
+
+
+REAL = {
+    "plain": None,
+    "two ranks": None,
+    "no prefix cache": None,
+    "block inside a chunk": "SB0516",
+    "state of the model's dtype": "SB0517",
+    "state in bf16": "SB0517",
+    "states at every block": "SB0516",
+    "speculation": "SB0504",
+    "heads of 64": "SB0501",
+    "another model": "SB0311",
 }
 
 
@@ -93,6 +112,33 @@ def test_context_parallelism_is_refused(kind):
     with pytest.raises(Refused, match=f"{name}=2") as refusal:
         dense_config._check_parallel(parallel, model=None)
     assert refusal.value.error_id == "SB0507"
+
+
+def _start(case, series: str = "qwen3.5-tiny") -> dict[str, str | None]:
+    """What the front end of real vLLM on the tree of `series` makes of every configuration."""
+    model, contract = case
+    settings = RolloutSettings(model=model, contract=contract, series=series)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("rollout_settings.py"), model, "hybrid"],
+        env=settings.environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.engine
+def test_real_configurations_are_refused_by_id(tmp_path):
+    case = make_case(tmp_path, "qwen3_5_text", HYBRID, "qwen3.5-tiny")
+    assert _start(case) == REAL
+    assert set(_start(case, series="qwen3-tiny").values()) == {"SB0513"}
+    foreign = json.loads(case[1].read_text())
+    for entry in foreign["composition"]:
+        if "schedule" in entry["constants"]:
+            entry["constants"]["schedule"] = "chunk_fold"
+    assert HYBRID_ENGINES.keys() == REAL.keys() and foreign
 
 
 @pytest.mark.parametrize(("name", "value"), [("chunk", 32), ("schedule", "chunk_fold")])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from samebits import bits, runtime
 from samebits.engines import trainer_batch as batches
 from samebits.engines import trainer_wire as wire
+from samebits.engines.trainer import refuse_parallel
 from samebits.engines.trainer_batch import TrainBatch
 from samebits.engines.trainer_model import Architecture
 from samebits.engines.trainer_slots import Slot
@@ -49,6 +50,20 @@ HYBRID = {
     "linear_conv_kernel_dim": 4,
 }
 
+UNPROVED_HYBRID = (
+    {"output_gate_type": "sigmoid"},
+    {"layer_scale": True},
+    {"attn_output_gate": False},
+    {"rope_parameters": HYBRID["rope_parameters"] | {"mrope_section": [11, 11, 10]}},
+    {"rope_parameters": GOOD["rope_parameters"]},  # no share of the head that turns
+    {"partial_rotary_factor": 0.5},  # another one than in rope_parameters
+    {"layer_types": None},
+    {"layer_types": None, "full_attention_interval": 0},
+    {"linear_num_value_heads": 3},
+    {"linear_key_head_dim": 64},
+    {"linear_value_head_dim": 256},
+)
+
 
 def load(tmp_path, **changes):
     (tmp_path / "config.json").write_text(json.dumps(GOOD | changes))
@@ -68,6 +83,17 @@ def test_hybrid_config_is_read(tmp_path):
     assert arch.linear.rotary_share == 0.25
 
 
+def test_hybrid_config_is_read_as_published(tmp_path):
+    share = {"rope_parameters": GOOD["rope_parameters"], "partial_rotary_factor": 0.5}
+    assert load(tmp_path, **HYBRID | share).linear.rotary_share == 0.5
+    arch = load(
+        tmp_path,
+        **HYBRID | {"layer_types": None, "full_attention_interval": 4, "num_hidden_layers": 8},
+    )
+    assert arch.linear.pattern == (1, 1, 1, 0, 1, 1, 1, 0)
+    load(tmp_path, **HYBRID, attn_output_gate=True, output_gate_type="swish", layer_scale=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "error_id"),
     [
@@ -84,12 +110,27 @@ def test_hybrid_config_is_read(tmp_path):
         ({"rope_parameters": HYBRID["rope_parameters"]}, "SB0605"),
         (HYBRID | {"layer_types": ["linear_attention", "sliding_attention"]}, "SB0605"),
         (HYBRID | {"layer_types": ["full_attention"]}, "SB0605"),
+        ({"attn_output_gate": True}, "SB0605"),
+        (
+            {"rope_parameters": HYBRID["rope_parameters"], "partial_rotary_factor": 1.0},
+            "SB0605",
+        ),
+        *((HYBRID | changes, "SB0605") for changes in UNPROVED_HYBRID),
+        *((HYBRID | {name: None}, "SB0605") for name in HYBRID if name.startswith("linear_")),
     ],
 )
 def test_unproved_config_is_refused(tmp_path, changes, error_id):
     with pytest.raises(Refused) as caught:
         load(tmp_path, **changes)
     assert caught.value.error_id == error_id
+
+
+@pytest.mark.parametrize("name", ["cp", "pp", "ep", "dp", "sp"])
+def test_other_parallelism_is_refused(name):
+    refuse_parallel({name: 1})
+    with pytest.raises(Refused, match=f"{name}=2") as caught:
+        refuse_parallel({name: 2})
+    assert caught.value.error_id == "SB0604"
 
 
 @pytest.mark.parametrize("size", [0, 3, 4])
