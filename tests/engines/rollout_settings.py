@@ -1,7 +1,8 @@
 """Runs in a process with the patched tree: what vLLM's front end refuses, and how it draws.
 
 `python rollout_settings.py MODEL` prints JSON {case: error id, or null where it is accepted}, and
-under "draws" the tokens that one seed gives in three batches.
+under "draws" the tokens that one seed gives in three batches. With `hybrid` behind it, the cases of
+a model with recurrent layers.
 """
 
 from __future__ import annotations
@@ -42,6 +43,23 @@ ENGINES = {
     "scaled rope": {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}},
     "another model": {"hf_overrides": {"rms_norm_eps": 1e-3}},
 }
+RECURRENT = {
+    "block_size": 64,
+    "enable_prefix_caching": True,
+    "mamba_cache_mode": "align",
+    "mamba_ssm_cache_dtype": "float32",
+}
+HYBRID_ENGINES = {
+    "plain": {},
+    "two ranks": {"tensor_parallel_size": 2},
+    "no prefix cache": {"enable_prefix_caching": False, "block_size": 16},
+    "block inside a chunk": {"block_size": 96},
+    "state of the model's dtype": {"mamba_ssm_cache_dtype": "auto"},
+    "state in bf16": {"mamba_ssm_cache_dtype": "bfloat16"},
+    "speculation": ENGINES["speculation"],
+    "heads of 64": {"hf_overrides": {"linear_key_head_dim": 64}},
+    "another model": {"hf_overrides": {"rms_norm_eps": 1e-3}},
+}
 SAMPLED = {"seed": 1, "max_tokens": 4, "logprobs": 0}
 SCORED = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
 REQUESTS = {
@@ -73,15 +91,21 @@ def _outcome(call) -> str | None:
     return None
 
 
+def _engines(model: str, base: dict, cases: dict[str, dict]) -> dict[str, str | None]:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return {
+        name: _outcome(lambda c=c: EngineArgs(model=model, **base | c).create_engine_config())
+        for name, c in cases.items()
+    }
+
+
 def main(model: str) -> None:
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
-    found = {
-        name: _outcome(lambda c=c: EngineArgs(model=model, **GOOD | c).create_engine_config())
-        for name, c in ENGINES.items()
-    }
+    found = _engines(model, GOOD, ENGINES)
     found |= {
         f"request: {name}": _outcome(
             lambda p=p: current_platform.validate_request(None, SamplingParams(**p))
@@ -113,4 +137,7 @@ def _draws() -> list[int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[2:] == ["hybrid"]:
+        print(json.dumps(_engines(sys.argv[1], GOOD | RECURRENT, HYBRID_ENGINES)))
+    else:
+        main(sys.argv[1])
