@@ -90,7 +90,8 @@ def _locate(case: str, sequence: int, quick: bool, record: bool, as_json: bool) 
             print(f"{report}\n")
         pairs = ", ".join("/".join(pair) for pair in locate.PAIRS)
         print(f"{case}, sequence {sequence}: {len(found)} pairs of {pairs} differ")
-    return 1 if any(report.note is None for report in found) else 3 if found else 0
+    told = any(report.note is None or report.left.bits != "-" for report in found)
+    return 1 if told else 3 if found else 0
 
 
 def _table(predicate) -> None:
