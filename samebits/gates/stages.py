@@ -175,7 +175,10 @@ def rollout_plain(
 def rollout_control(
     run: Run, requests: Sequence[capsule.Request], *, arithmetic: str, fault: str | None = None
 ) -> Stage:
-    """A control arm: its own decode, then its own prefill in a batch and alone."""
+    """A control arm: its own decode, then its own prefill in a batch and alone.
+
+    Requests after the first few are prefilled in a batch only: they are there for their number.
+    """
     settings = _settings(
         run,
         arithmetic=arithmetic,
@@ -185,18 +188,20 @@ def rollout_control(
         prefix_caching=False,
     )
     with RolloutEngine(settings) as engine:
-        completions = engine.generate(workload.to_engine(requests))
-        whole = workload.sequences(requests, completions)
+        few = requests[:_FEW]
+        completions = engine.generate(workload.to_engine(few))
+        whole = workload.sequences(few, completions)
+        whole += [list(request.prompt) for request in requests[_FEW:]]
         engine.row_digests(True)
         batch = engine.score(whole)
         digests = engine.row_digests(False)
-        alone = [engine.score([tokens])[0] for tokens in whole]
+        alone = [engine.score([tokens])[0] for tokens in whole[:_FEW]]
     base = workload.CONTROL_BASE
     return Stage(
         {
-            "decode": workload.decoded(requests, completions, base=base),
+            "decode": workload.decoded(few, completions, base=base),
             "batch": workload.scored(whole, batch, digests, base=base),
-            "alone": workload.scored(whole, alone, base=base),
+            "alone": workload.scored(whole[:_FEW], alone, base=base),
         },
         {"sequences": whole},
     )
