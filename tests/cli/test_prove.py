@@ -125,9 +125,19 @@ def test_exit_code_and_output_follow_the_verdict(
     assert json.loads(capsys.readouterr().out) == outcome.statement.data
 
 
+def _noted(left: Side) -> DifferenceReport:
+    """A difference that was not followed to a region; bits `-` stand for none that was seen."""
+    return DifferenceReport(**{**vars(REPORT), "note": "not traced: x", "left": left})
+
+
 @pytest.mark.parametrize(
     ("reports", "code"),
-    [([], 0), ([REPORT], 1), ([DifferenceReport(**{**vars(REPORT), "note": "not traced: x"})], 3)],
+    [
+        ([], 0),
+        ([REPORT], 1),
+        ([_noted(REPORT.left)], 1),
+        ([_noted(Side("rollout, decode", "-"))], 3),
+    ],
 )
 def test_locate_says_which_pairs_differ(workspace, monkeypatch, capsys, reports, code):
     monkeypatch.setattr(prove, "open_run", lambda case, size: types.SimpleNamespace())
