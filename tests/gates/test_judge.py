@@ -162,21 +162,6 @@ def test_leg_o_plants_the_fault_that_its_recipe_names(hybrid, run_of, stages_of)
         assert record["control"]["name"] == name
 
 
-def test_leg_o_measures_by_the_further_of_both_stock_engines(hybrid, make):
-    run, done = hybrid
-    done = _replace(done, "rollout_plain", extra=make.stream(base=10_000, seed=4))
-    near, far = make.stream(base=10_000, seed=1), make.stream(base=10_000, seed=9)
-    for rollout, trainer in ((near, far), (far, near)):
-        both = _replace(done, "stock_rollout", batch=rollout)
-        both = _replace(both, "stock_trainer", padded=trainer)
-        reasons = judge(_state(run, both).predicate).reasons
-        assert not any("mean distance" in reason for reason in reasons)
-    both = _replace(done, "stock_rollout", batch=near)
-    both = _replace(both, "stock_trainer", padded=make.stream(base=10_000, seed=2))
-    reasons = judge(_state(run, both).predicate).reasons
-    assert any(reason.startswith("leg O") and "mean distance" in reason for reason in reasons)
-
-
 def test_two_seeds_of_one_prompt_must_give_two_texts(finished, make):
     run, done = finished
     make.sequences[7] = make.sequences[6]
