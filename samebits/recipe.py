@@ -6,8 +6,6 @@ recipe has one digest. Loading needs no torch.
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -173,8 +171,7 @@ class Recipe:
 
 def schema() -> dict[str, Any]:
     """The JSON schema of a recipe."""
-    text = importlib.resources.files("samebits").joinpath("recipe.schema.json").read_text()
-    return json.loads(text)
+    return canonical.load_schema("samebits", "recipe.schema.json")
 
 
 def cases_folder() -> Path:

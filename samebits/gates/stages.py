@@ -25,7 +25,10 @@ SLICED = {
 PAGED = {"max_num_batched_tokens": 640, "max_num_seqs": 16, "kv_blocks": 64}
 # Beside fifteen decodes a prompt gets one token of each step.
 ONE_TOKEN = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "prefix_caching": False}
-_FEW = 8
+# Requests that follow it there.
+_FOLLOWERS = 8
+# Requests of a control that decode, and are scored alone as well.
+_DECODED = 8
 
 
 def _settings(run: Run, **changes) -> RolloutSettings:
@@ -83,7 +86,7 @@ def rollout_slices(run: Run, requests: Sequence[capsule.Request]) -> Stage:
     takes and are not compared; the others follow, in whatever slices are left over for them.
     """
     (chosen,) = (i for i, r in enumerate(requests) if r.tag == "chunk-plus-one")
-    others = [i for i in range(len(requests)) if i != chosen][:_FEW]
+    others = [i for i in range(len(requests)) if i != chosen][:_FOLLOWERS]
     length = len(requests[chosen].prompt)
     company = [
         capsule.Request((3 + i,), 12_000 + i, length, "company")
@@ -96,7 +99,6 @@ def rollout_slices(run: Run, requests: Sequence[capsule.Request]) -> Stage:
         facts = {
             "one_token_slices": _one_token_slices(fired),
             "hazards": fired,
-            "later_hazards": engine.stats(),
             "contract": engine.contract_digest(),
         }
     decoded = workload.Stream()
@@ -188,20 +190,20 @@ def rollout_control(
         prefix_caching=False,
     )
     with RolloutEngine(settings) as engine:
-        few = requests[:_FEW]
+        few = requests[:_DECODED]
         completions = engine.generate(workload.to_engine(few))
         whole = workload.sequences(few, completions)
-        whole += [list(request.prompt) for request in requests[_FEW:]]
+        whole += [list(request.prompt) for request in requests[_DECODED:]]
         engine.row_digests(True)
         batch = engine.score(whole)
         digests = engine.row_digests(False)
-        alone = [engine.score([tokens])[0] for tokens in whole[:_FEW]]
+        alone = [engine.score([tokens])[0] for tokens in whole[:_DECODED]]
     base = workload.CONTROL_BASE
     return Stage(
         {
             "decode": workload.decoded(few, completions, base=base),
             "batch": workload.scored(whole, batch, digests, base=base),
-            "alone": workload.scored(whole[:_FEW], alone, base=base),
+            "alone": workload.scored(whole[:_DECODED], alone, base=base),
         },
         {"sequences": whole},
     )

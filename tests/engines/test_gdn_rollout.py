@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rollout_support import mismatches, whole
 from trainer_support import HYBRID, VOCAB, make_case
 
 from samebits import bits
@@ -88,18 +89,6 @@ def requests(page: int = 256) -> list[Request]:
         base[:300] + fresh(66),
     ]
     return [Request(p, NEW, seed, ignore_eos=True) for seed, p in enumerate(prompts)]
-
-
-def whole(asked, done) -> list[list[int]]:
-    return [[*r.prompt, *c.tokens] for r, c in zip(asked, done, strict=True)]
-
-
-def mismatches(asked, done, scores) -> int:
-    """Sampled tokens whose decode logprob differs from the one of their prefill, by bits."""
-    return sum(
-        int((c.logprob_bits != s.logprob_bits[len(r.prompt) - 1 :]).sum())
-        for r, c, s in zip(asked, done, scores, strict=True)
-    )
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from rollout_support import mismatches, whole
 from trainer_support import QWEN3, VOCAB, make_case
 
 from samebits import bits
@@ -55,18 +56,6 @@ def requests() -> list[Request]:
     ]
     chosen = [Request(p, 24, seed, ignore_eos=True) for seed, p in enumerate(prompts)]
     return [*chosen, dataclasses.replace(chosen[4], seed=99)]
-
-
-def whole(asked, done) -> list[list[int]]:
-    return [[*r.prompt, *c.tokens] for r, c in zip(asked, done, strict=True)]
-
-
-def mismatches(asked, done, scores) -> int:
-    """Sampled tokens whose decode logprob differs from the one of their prefill, by bits."""
-    return sum(
-        int((c.logprob_bits != s.logprob_bits[len(r.prompt) - 1 :]).sum())
-        for r, c, s in zip(asked, done, scores, strict=True)
-    )
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scalar_support import run, ulps
 
 from samebits import bits
 from samebits.ops import gate_scalar
@@ -34,20 +35,6 @@ LAWS = {
     _softplus: gate_scalar.reference_softplus32,
     _sigmoid: gate_scalar.reference_sigmoid32,
 }
-
-
-def run(body, x) -> np.ndarray:
-    x = np.asarray(x, np.float32)
-    out = np.empty(x.size, np.float32)
-    body(x, out)
-    return out
-
-
-def ulps(value: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Error in fp32 units in the last place of the true value."""
-    _, exponent = np.frexp(truth)
-    unit = np.exp2(np.maximum(exponent - 24.0, -149.0))
-    return np.abs(value.astype(np.float64) - truth) / unit
 
 
 @pytest.mark.parametrize("low,high", [(-60, -20), (-20, 0), (-2, 2), (0, 30)])

@@ -8,14 +8,13 @@ here: a walk over their passes. Each count comes with outputs that are right.
 from __future__ import annotations
 
 import ast
-import json
 import math
-import os
 import subprocess
 import sys
 import types
 from pathlib import Path
 
+import interpreter
 import numpy as np
 import pytest
 import torch
@@ -40,15 +39,7 @@ COUNTED = Layer(key_heads=1, value_heads=2, key_dim=16, value_dim=128, chunk=8, 
 @pytest.fixture(scope="module")
 def counted():
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("gdn_counted.py")],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return interpreter.run("gdn_counted.py")
 
 
 def totals(cost: Cost, of: Layer) -> dict[str, float]:

@@ -7,12 +7,7 @@ anything about a bit on a chip.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+import interpreter
 import pytest
 import torch
 
@@ -45,15 +40,7 @@ TOLERANCE = 5e-6  # fp32 sums of at most 128 terms; seen: 1e-6
 
 @pytest.fixture(scope="module")
 def errors():
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("gdn_interpreted.py")],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return interpreter.run("gdn_interpreted.py")
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scalar_support import run, ulps
 
 from samebits import bits
 from samebits.ops import scalar
@@ -37,19 +38,6 @@ def _narrow(x, y):
 def _widen(x, y):
     for i in range(x.size):
         y[i] = scalar.widen(x[i])
-
-
-def run(body, x: np.ndarray, dtype=np.float32) -> np.ndarray:
-    out = np.empty(x.size, dtype)
-    body(x, out)
-    return out
-
-
-def ulps(value: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """Error in fp32 units in the last place of the true value."""
-    _, exponent = np.frexp(truth)
-    unit = np.exp2(np.maximum(exponent - 24.0, -149.0))
-    return np.abs(value.astype(np.float64) - truth) / unit
 
 
 @pytest.mark.parametrize("low,high", [(-104, 88.7), (-1, 1), (-30, 0), (-104, -86)])

@@ -5,17 +5,12 @@ from __future__ import annotations
 import torch
 
 from samebits.ops.l2_norm.cpu import EPS
-from samebits.ops.reference import fma32
-from samebits.ops.scalar import LANES, reference_narrow
-from samebits.plan import ReductionPlan
+from samebits.ops.rms_norm.reference import inverse_root, sum_of_squares
+from samebits.ops.scalar import reference_narrow
 
 
 def l2_norm(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
     """x [..., n] bf16 -> [..., n] bf16; see the package for the order."""
     wide = x.float()
-    lanes = [torch.zeros(wide.shape[:-1]) for _ in range(LANES)]
-    for j in range(wide.shape[-1]):
-        lanes[j % LANES] = fma32(wide[..., j], wide[..., j], lanes[j % LANES])
-    shifted = ReductionPlan.fold(lanes) + torch.tensor(eps, dtype=torch.float32)
-    r = torch.tensor(1.0) / shifted.double().sqrt().float()  # 53 bits suffice for fp32's sqrt
+    r = inverse_root(sum_of_squares(wide), eps)
     return reference_narrow(wide * r[..., None])
