@@ -16,6 +16,7 @@ from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.evidence import DifferenceReport
 from samebits.evidence.statement import Statement
+from samebits.evidence.verdict import CONTROL_TOKENS
 from samebits.gates import (
     agreement,
     capsule,
@@ -69,7 +70,7 @@ class Size:
     @classmethod
     def quick(cls) -> Size:
         """Size for continuous integration."""
-        return cls(18, 8, 4, 4, 8, 3, 2, 1, flag=" --quick")
+        return cls(18, 8, 4, 6, 8, 3, 2, 1, flag=" --quick")
 
     @classmethod
     def full(cls) -> Size:
@@ -310,6 +311,7 @@ def _rl(run: Run, arithmetic: str, steps: int | None, prompts_per_step: int | No
         steps=steps or run.recipe.rl["steps"],
         arithmetic=arithmetic,
         prompts_per_step=prompts_per_step,
+        refitted_tokens=CONTROL_TOKENS if arithmetic == "stock" else 0,
     )
 
 

@@ -28,13 +28,23 @@ from samebits.gates.streams import Stream
 # One prompt returns in every step: after a refit its cached blocks must be gone.
 _REPEATED = 0
 STRIDE = 1000
+_STEPS_AT_MOST = 4
 
 
-def run_rl(run: Run, *, steps: int, arithmetic: str, prompts_per_step: int | None = None) -> Stage:
+def run_rl(
+    run: Run,
+    *,
+    steps: int,
+    arithmetic: str,
+    prompts_per_step: int | None = None,
+    refitted_tokens: int = 0,
+) -> Stage:
     """Streams `rollout` (sampled) and `trainer` (scored), and `steps`: one record for each step.
 
-    `prompts_per_step` replaces the recipe's, in a shortened control. A sequence is numbered
-    step * STRIDE + sample, steps from 1.
+    `prompts_per_step` replaces the recipe's, in a shortened control. Where `steps` steps leave
+    fewer than `refitted_tokens` tokens behind the first refit, more follow, up to _STEPS_AT_MOST
+    times as many: what stock arithmetic samples, and so where a response ends, depends on the
+    machine. A sequence is numbered step * STRIDE + sample, steps from 1.
     """
     settings = run.recipe.rl
     if settings is None:
@@ -48,10 +58,11 @@ def run_rl(run: Run, *, steps: int, arithmetic: str, prompts_per_step: int | Non
         settings = {**settings, "prompts_per_step": prompts_per_step}
     _use_patched_verl(run)
     asked = tasks.of(run.recipe, run.model, _needed(settings))
-    plan = _plan(asked, settings, steps)
+    most = steps * _STEPS_AT_MOST if refitted_tokens else steps
+    plan = _plan(asked, settings, most)
     semantic.distinct(
         (request.prompt, request.seed)
-        for step in range(1, steps + 1)
+        for step in range(1, most + 1)
         for request in _requests(plan[step - 1], settings, step)
     )
     rollout_settings = RolloutSettings.of(run.recipe, run.model, arithmetic=arithmetic)
@@ -65,7 +76,9 @@ def run_rl(run: Run, *, steps: int, arithmetic: str, prompts_per_step: int | Non
         if arithmetic == "aligned":
             _agree(run, engine, trainer)
         dropped = -1  # before the first refit
-        for step in range(1, steps + 1):
+        for step in range(1, most + 1):
+            if step > steps and _refitted(records) >= refitted_tokens:
+                break
             record = _step(engine, trainer, plan[step - 1], asked.reward, settings, step, streams)
             record["cache_invalidated"] = dropped > 0 and record["repeated_cached_tokens"] == 0
             if dropped > 0 and record["repeated_cached_tokens"]:
@@ -82,6 +95,11 @@ def run_rl(run: Run, *, steps: int, arithmetic: str, prompts_per_step: int | Non
             _report(arithmetic, record)
         served = _served(run, engine, trainer) if arithmetic == "aligned" else {}
     return Stage(streams, {"steps": records, "served": served})
+
+
+def _refitted(records: Sequence[dict[str, Any]]) -> int:
+    """Tokens sampled from refitted weights: those of every step but the first."""
+    return sum(record["tokens"] for record in records[1:])
 
 
 def _use_patched_verl(run: Run) -> None:

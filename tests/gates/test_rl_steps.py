@@ -1,0 +1,69 @@
+"""How many steps an arm of the RL run takes. Engines are replaced: only the count matters."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from samebits import recipe as recipes
+from samebits.gates import rl
+
+
+class _Engine:
+    def __init__(self, _settings):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def sync_weights(self, _manifest):
+        return {"dropped_blocks": 1}
+
+
+class _Trainer:
+    @contextlib.contextmanager
+    def export(self):
+        yield None
+
+
+@pytest.fixture
+def steps_of(monkeypatch, tmp_path):
+    """`steps_of(tokens per step, **options of run_rl)`: numbers of the steps that ran."""
+    recipe = recipes.load("qwen3.5-tiny")
+    run = SimpleNamespace(recipe=recipe, model=tmp_path)
+
+    @contextlib.contextmanager
+    def trainer(*_args, **_options):
+        yield _Trainer()
+
+    monkeypatch.setattr(rl, "RolloutEngine", _Engine)
+    monkeypatch.setattr(rl.stages, "trainer", trainer)
+    monkeypatch.setattr(rl, "_use_patched_verl", lambda _run: None)
+    monkeypatch.setattr(rl, "_report", lambda _arm, _record: None)
+
+    def steps(tokens, **options):
+        def step(_engine, _trainer, prompts, _reward, settings, number, _streams):
+            assert len(prompts) == settings["prompts_per_step"]
+            return {"step": number, "tokens": tokens, "repeated_cached_tokens": 0}
+
+        monkeypatch.setattr(rl, "_step", step)
+        stage = rl.run_rl(run, arithmetic="stock", prompts_per_step=1, **options)
+        return [record["step"] for record in stage.facts["steps"]]
+
+    return steps
+
+
+def test_a_control_goes_on_until_enough_tokens_follow_the_first_refit(steps_of):
+    assert steps_of(23, steps=2, refitted_tokens=32) == [1, 2, 3]
+    assert steps_of(32, steps=2, refitted_tokens=32) == [1, 2]
+
+
+def test_a_control_ends_where_responses_stay_too_short(steps_of):
+    assert steps_of(1, steps=2, refitted_tokens=32) == list(range(1, 9))
+
+
+def test_the_claim_takes_the_steps_of_the_recipe_whatever_they_sample(steps_of):
+    assert steps_of(1, steps=3) == [1, 2, 3]
