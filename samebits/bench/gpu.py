@@ -10,10 +10,8 @@ and rows of one area; the other rows of FILE are kept.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,8 +21,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from samebits import env
-from samebits.bench import gpu_attention, gpu_gates
+from samebits.bench import gpu_attention, gpu_gates, gpu_gdn
+from samebits.bench.gpu_timing import Calls, Row, medians, row
 from samebits.errors import SamebitsError
 from samebits.ops import gpu
 from samebits.ops.attention import triton as attention
@@ -46,59 +44,6 @@ ROWS = (1, 8, 64, 256, 4096, 16384)
 LEAF_TARGETS = {2: 1.10, 4: 1.15, 8: 1.25}
 BANDWIDTH = 4.3e6  # bytes per microsecond
 CACHED = 150 << 20  # bytes that L2 cannot serve
-Row = dict[str, Any]
-Calls = Sequence[Callable[[], object]]
-
-
-def _graph(calls: Calls) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles, and creates library handles
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
-
-
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) * 1e3
-
-
-def medians(sides: Sequence[Calls]) -> list[float]:
-    """Microseconds of one call, for each list of calls; replays in turns."""
-    graphs = [_graph(calls) for calls in sides]
-    repeats = 7 if _replay(graphs[0]) > 2e4 else 21
-    for graph in graphs:
-        _replay(graph)
-    times: list[list[float]] = [[] for _ in sides]
-    for _ in range(repeats):
-        for graph, found in zip(graphs, times, strict=True):
-            found.append(_replay(graph))
-    return [statistics.median(t) / len(c) for t, c in zip(times, sides, strict=True)]
-
-
-def _row(work: str, ours: float, name: str, time: float, target: float | None) -> Row:
-    ratio = round(ours / time, 3)
-    return {
-        "work": work,
-        "ours": round(ours, 1),
-        "against": {"name": name, "time": round(time, 1)},
-        "ratio": ratio,
-        "unit": "us",
-        "target": target,
-        "met": None if target is None else ratio <= target,
-        "hardware": env.chip(),
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 def gemm_rows() -> Iterator[Row]:
@@ -120,10 +65,10 @@ def gemm_rows() -> Iterator[Row]:
                 sides.append([partial(gemm.row_parallel, x, w, plan) for w in sets])
             theirs, plain, *folded = medians(sides)
             shape = f"gemm {name} {m} x {k} x {n} bf16"
-            yield _row(shape, plain, "cuBLAS, bf16 output", theirs, 1.10)
+            yield row(shape, plain, "cuBLAS, bf16 output", theirs, 1.10)
             for leaves, time in zip(counts, folded, strict=True):
                 work = f"{shape}, {leaves} leaves"
-                yield _row(work, time, "cuBLAS, bf16 output", theirs, LEAF_TARGETS[leaves])
+                yield row(work, time, "cuBLAS, bf16 output", theirs, LEAF_TARGETS[leaves])
 
 
 def element_rows() -> Iterator[Row]:
@@ -133,7 +78,7 @@ def element_rows() -> Iterator[Row]:
         # Starting a graph takes microseconds: 16 calls share it.
         many = list(calls) * (16 // len(calls))
         time = size / BANDWIDTH
-        return _row(work, medians([many])[0], "bytes / 4.3 TB/s", time, target)
+        return row(work, medians([many])[0], "bytes / 4.3 TB/s", time, target)
 
     weight = torch.randn(4096, device="cuda").bfloat16()
     small = weight[:128].contiguous()
@@ -200,7 +145,7 @@ def attention_rows() -> Iterator[Row]:
         times = medians([*theirs, *ours])
         for name, time in zip(work, times[len(theirs) :], strict=True):
             for against, their_time in zip(natives, times, strict=False):
-                yield _row(name, time, against, their_time, target)
+                yield row(name, time, against, their_time, target)
 
     tokens = 8192
     q = torch.randn(tokens, heads, size, device="cuda").bfloat16()
@@ -234,6 +179,7 @@ AREAS: dict[str, tuple[Callable[[], Iterator[str]], Callable[[], Iterator[Row]]]
     "elements": (gpu_gates.element_gates, element_rows),
     "attention": (gpu_attention.gates, attention_rows),
     "gemm": (gpu_gates.gemm_gates, gemm_rows),
+    "gdn": (gpu_gdn.gates, gpu_gdn.rows),
 }
 
 
@@ -258,10 +204,13 @@ def main(arguments: list[str] | None = None) -> int:
     torch.cuda.empty_cache()  # the gates leave large blocks; time on memory of its own
     rows: list[Row] = []
     for _, source in areas:
-        for row in source():
-            rows.append(row)
-            met = {None: "-", True: "met", False: "MISSED"}[row["met"]]
-            print(f"{row['work']:58} {row['ours']:9.1f} us  {row['ratio']:6.3f}  {met}", flush=True)
+        for found in source():
+            rows.append(found)
+            met = {None: "-", True: "met", False: "MISSED"}[found["met"]]
+            print(
+                f"{found['work']:58} {found['ours']:9.1f} us  {found['ratio']:6.3f}  {met}",
+                flush=True,
+            )
     if options.only and out.exists():
         rows = merged(json.loads(out.read_text()), rows)
     out.write_text(json.dumps(rows, indent=1) + "\n")

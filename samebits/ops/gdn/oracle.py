@@ -24,7 +24,7 @@ def recurrence(
     rows, finals = [], []
     for r in range(len(starts) - 1):
         if initial_state is None:
-            s = torch.zeros(v.shape[1], k.shape[2], v.shape[2], dtype=torch.float64)
+            s = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
         else:
             s = initial_state[r].double()
         for t in range(starts[r], starts[r + 1]):
