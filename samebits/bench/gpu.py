@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from samebits import files
 from samebits.bench import gpu_attention, gpu_gates, gpu_gdn
 from samebits.bench.gpu_timing import Calls, Row, medians, row
 from samebits.errors import SamebitsError
@@ -202,18 +203,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     torch.cuda.empty_cache()  # the gates leave large blocks; time on memory of its own
+    old = json.loads(out.read_text()) if options.only and out.exists() else []
     rows: list[Row] = []
     for _, source in areas:
         for found in source():
             rows.append(found)
+            # After every row: a machine may be taken away before the last.
+            files.write_atomic(out, (json.dumps(merged(old, rows), indent=1) + "\n").encode())
             met = {None: "-", True: "met", False: "MISSED"}[found["met"]]
             print(
                 f"{found['work']:58} {found['ours']:9.1f} us  {found['ratio']:6.3f}  {met}",
                 flush=True,
             )
-    if options.only and out.exists():
-        rows = merged(json.loads(out.read_text()), rows)
-    out.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 

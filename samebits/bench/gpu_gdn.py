@@ -314,7 +314,7 @@ def rows() -> Iterator[Row]:
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
-    for heads in (4, 8, 16, 32):
+    for heads in (32, 8, 4, 16):
         for shape, count, length in (("1 x 10240", 1, 10240), ("5 x 2048", 5, 2048)):
             data = sequences("n", heads // 2, heads, [length] * count)
             native = _native(chunk_gated_delta_rule, data, integers(data.starts).long())
