@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits import files
-from samebits.errors import NotObserved, Refused
+from samebits.errors import NotObserved, Refused, word
 from samebits.patching.workspace import Workspace
 
 NAMES = ("gemm", "attention", "rms_norm", "rotary", "silu_mul", "logprob", "rollout")
@@ -22,8 +22,11 @@ def _file() -> Path:
     return cases_folder() / "bench.json"
 
 
-def run(names: list[str]) -> list[dict[str, Any]]:
-    """Rows of the named benchmarks (all by default), with hardware, date and whether met."""
+def run(names: list[str], case: str | None = None) -> list[dict[str, Any]]:
+    """Rows of the named benchmarks (all by default), with hardware, date and whether met.
+
+    `case` times the whole engines of that case: only the benchmark `rollout` has one.
+    """
     unknown = sorted(set(names) - set(NAMES))
     if unknown:
         raise Refused(
@@ -32,11 +35,19 @@ def run(names: list[str]) -> list[dict[str, Any]]:
             required=f"one of {', '.join(NAMES)}",
             hint="samebits bench run --help",
         )
+    if case is not None and names != ["rollout"]:
+        raise Refused(
+            "SB0909",
+            seen=f"--case {case} with {', '.join(names) or 'all benchmarks'}",
+            required="the benchmark `rollout`, which times the engines of a case",
+            hint=f"samebits bench run rollout --case {word(case)}",
+        )
     from samebits import env
 
     rows = []
     for name in names or NAMES:
-        for row in importlib.import_module(f"samebits.bench.{name}").rows():
+        module = importlib.import_module(f"samebits.bench.{name}")
+        for row in module.rows() if case is None else module.rows(case):
             target = row["target"]
             rows.append(
                 {

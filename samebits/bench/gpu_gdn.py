@@ -9,6 +9,7 @@ against the recurrence in float64 as well.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,12 +64,13 @@ class Sequences:
 
 def sequences(name: str, key_heads: int, heads: int, lengths: Sequence[int]) -> Sequences:
     """Sequences of one scenario on the GPU."""
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    made = scenarios.make(name, starts[-1], key_heads, heads, SIZE, SIZE)
+    made = scenarios.make(name, sum(lengths), key_heads, heads, SIZE, SIZE)
     q, k, v, g, beta = (x.cuda() for x in made)
-    return Sequences((q, k, v, g, beta), tuple(starts))
+    return Sequences((q, k, v, g, beta), _starts(lengths))
+
+
+def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
+    return (0, *itertools.accumulate(lengths))
 
 
 def poisoned(schedule: str, key_heads: int, heads: int, slots: int) -> State:
@@ -316,7 +318,7 @@ def rows() -> Iterator[Row]:
 
     for heads in (32, 8, 4, 16):
         for shape, count, length in (("1 x 10240", 1, 10240), ("5 x 2048", 5, 2048)):
-            data = sequences("n", heads // 2, heads, [length] * count)
+            data = _drawn(heads, [length] * count)
             native = _native(chunk_gated_delta_rule, data, integers(data.starts).long())
             sides: list[Calls] = [[native]]
             starts, zero, slots = (
@@ -338,7 +340,7 @@ DECODE_TARGETS = {4: 0.75, 8: 0.65, 32: 0.55}
 def _decode_rows(heads: int, native: Callable[..., object]) -> Iterator[Row]:
     """One token of each sequence. `middle`: phases spread; `closing`: all close a chunk."""
     for count in (16, 256, 1024):
-        data = sequences("n", heads // 2, heads, [1] * count)
+        data = _drawn(heads, [1] * count)
         theirs: Calls = [_native(native, data, integers(data.starts).long(), state=True)]
         slots, sides = integers(range(count)), [theirs]
         phases = {"middle": [n % (gdn.CHUNK - 1) for n in range(count)]}
@@ -379,6 +381,21 @@ def _step(
 ) -> Callable[[], object]:
     q, k, v, g, beta = data.operands
     return lambda: kernels.decode(q, k, v, g, beta, state, slots, context, SCALE, schedule)
+
+
+def _drawn(heads: int, lengths: Sequence[int]) -> Sequences:
+    """Scenario `n`, drawn on the GPU: long ones take the host seconds."""
+    tokens = sum(lengths)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(tokens, *shape, device="cuda")
+
+    q, k = (
+        torch.nn.functional.normalize(normal(heads // 2, SIZE), dim=-1).bfloat16() for _ in range(2)
+    )
+    g = -0.3 * torch.rand(tokens, heads, device="cuda")
+    operands = (q, k, normal(heads, SIZE).bfloat16(), g, normal(heads).sigmoid())
+    return Sequences(operands, _starts(lengths))
 
 
 def _native(

@@ -1,6 +1,7 @@
 """Whole engines on a CPU: milliseconds per token, aligned against each engine's own modules.
 
-The case is `smollm2-135m`. The gate: what the aligned engine decodes equals its own prefill.
+The case is `smollm2-135m` unless another is named. The gate: what the aligned engine decodes equals
+its own prefill.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ PROMPT, RESPONSE, REQUESTS = 48, 16, 16
 TRAINED = 4  # sequences of a training step
 
 
-def rows() -> list[dict]:
-    """Decode in a batch of 16, prefill, the trainer's score and its whole step."""
-    timed = {arm: _arm(arm) for arm in ("aligned", "stock")}
+def rows(name: str = CASE) -> list[dict]:
+    """Decode in a batch of 16, prefill, the trainer's score and its whole step of a case."""
+    case = recipe.load(name)
+    timed = {arm: _arm(case, arm) for arm in ("aligned", "stock")}
     table = []
     for work in timed["aligned"]:
         ours, native = timed["aligned"][work], timed["stock"][work]
         table.append(
             {
-                "work": f"{work}, {CASE}",
+                "work": f"{work}, {case.case}",
                 "ours": round(ours, 2),
                 "against": {"name": "stock modules", "time": round(native, 2)},
                 "ratio": round(ours / native, 3),
@@ -42,10 +44,15 @@ def rows() -> list[dict]:
     return table
 
 
-def _requests(start: int) -> list[Request]:
+def _requests(start: int, vocabulary: int) -> list[Request]:
     draw = np.random.default_rng(start)
     return [
-        Request(draw.integers(3, 49000, PROMPT).tolist(), RESPONSE, start + i, ignore_eos=True)
+        Request(
+            draw.integers(3, min(49000, vocabulary), PROMPT).tolist(),
+            RESPONSE,
+            start + i,
+            ignore_eos=True,
+        )
         for i in range(REQUESTS)
     ]
 
@@ -56,17 +63,18 @@ def _per_token(call: Callable[[], object], tokens: int) -> tuple[float, Any]:
     return (time.perf_counter() - started) * 1e3 / tokens, value
 
 
-def _arm(arithmetic: str) -> dict[str, float]:
+def _arm(case: recipe.Recipe, arithmetic: str) -> dict[str, float]:
     from samebits.weights import sources
 
-    case = recipe.load(CASE)
+    vocabulary = case.config["vocab_size"]
     model = sources.prepare(case)
     found: dict[str, float] = {}
     settings = RolloutSettings.of(case, model, arithmetic=arithmetic, prefix_caching=False)
     with RolloutEngine(settings) as engine:
-        engine.generate(_requests(1)[:2])  # loads kernels
-        both, completions = _per_token(lambda: engine.generate(_requests(2)), 1)
-        whole = [[*r.prompt, *c.tokens] for r, c in zip(_requests(2), completions, strict=True)]
+        engine.generate(_requests(1, vocabulary)[:2])  # loads kernels
+        asked = _requests(2, vocabulary)
+        both, completions = _per_token(lambda: engine.generate(asked), 1)
+        whole = [[*r.prompt, *c.tokens] for r, c in zip(asked, completions, strict=True)]
         tokens = sum(len(s) for s in whole)
         found["rollout prefill"], scores = _per_token(lambda: engine.score(whole), tokens)
         prompts = REQUESTS * PROMPT
@@ -74,12 +82,12 @@ def _arm(arithmetic: str) -> dict[str, float]:
             REQUESTS * RESPONSE
         )
     if arithmetic == "aligned":
-        _gate(completions, scores)
+        _gate(case.case, completions, scores)
     found |= _trainer(case, model, arithmetic, whole[:TRAINED])
     return found
 
 
-def _gate(completions: Sequence, scores: Sequence) -> None:
+def _gate(name: str, completions: Sequence, scores: Sequence) -> None:
     """SB0440 unless decode and prefill of the aligned engine have one bit pattern per token."""
     wrong = sum(
         int((c.logprob_bits != s.logprob_bits[PROMPT - 1 :]).sum())
@@ -90,7 +98,7 @@ def _gate(completions: Sequence, scores: Sequence) -> None:
             "SB0440",
             seen=f"{wrong} decoded tokens differ from their prefill",
             required="equal bits",
-            hint=f"samebits prove {CASE}",
+            hint=f"samebits prove {name}",
         )
 
 
