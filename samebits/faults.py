@@ -1,12 +1,15 @@
 """Planted faults: each breaks one promise on purpose, so that a leg can be seen to turn red.
 
 SAMEBITS_FAULT names one. Evidence records it, and a run that carries one in its measured arm is
-never EQUAL. Faults wrap the public operators of this process; the operators know nothing of them.
+never EQUAL. Engines are started without the caller's SAMEBITS_FAULT: a fault reaches them through
+an argument that only controls and tests pass. Faults wrap the public operators of this process, or
+what the rollout engine does around a weight sync; what is wrapped knows nothing of them.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from samebits import runtime
 from samebits.errors import Refused
@@ -65,11 +68,129 @@ def _gdn_decay_doubled() -> None:
     gdn_gate.gate = gate
 
 
+def _norm_rounded_early() -> None:
+    """RMSNorm rounds to bf16 before it applies its weight, not after (B, C)."""
+    import torch
+
+    from samebits.ops import rms_norm
+
+    right = rms_norm.rms_norm
+
+    def early(x, weight, eps, zero_centred=False):
+        plain = right(x, torch.ones_like(weight), eps).float()
+        factor = weight.float() + 1 if zero_centred else weight.float()
+        return (plain * factor).to(x.dtype)
+
+    rms_norm.rms_norm = early
+
+
+def _scale_rounded() -> None:
+    """Attention multiplies its scores by a scale that was rounded to bf16 (B, C)."""
+    import torch
+
+    from samebits.ops import attention
+
+    def rounded(right):
+        @functools.wraps(right)
+        def attend(*args):
+            *tensors, scale = args
+            return right(*tensors, float(torch.tensor(scale).bfloat16()))
+
+        return attend
+
+    attention.paged, attention.varlen = rounded(attention.paged), rounded(attention.varlen)
+
+
+def _logits_rounded() -> None:
+    """The output layer rounds its logits to bf16 (B, C, F)."""
+    from samebits.ops import gemm
+
+    right = gemm.lm_head
+    gemm.lm_head = lambda x, w: right(x, w).bfloat16().float()
+
+
+def _temperature_of_one_side() -> None:
+    """Log-probabilities are those of logits at another temperature (B, C; rows of F agree)."""
+    from samebits.ops import logprob
+
+    def warmer(right):
+        @functools.wraps(right)
+        def scored(logits, *args, **kwargs):
+            return right(logits / 1.25, *args, **kwargs)
+
+        return scored
+
+    logprob.log_softmax, logprob.selected = map(warmer, (logprob.log_softmax, logprob.selected))
+
+
+def _chunks_from_slices() -> None:
+    """A slice of a prompt starts a chunk of the recurrence wherever it begins (B, schedule cpr)."""
+    from samebits.ops import gdn
+
+    right, origins = gdn.advance, dict[tuple[int, int], int]()
+
+    def advance(q, k, v, g, beta, state, slots, query_start_loc, context_lens, *rest):
+        boundary, running = state[:2]
+        counts, moved = query_start_loc.diff().tolist(), context_lens.clone()
+        for i, (slot, context) in enumerate(
+            zip(slots.tolist(), context_lens.tolist(), strict=True)
+        ):
+            if not counts[i]:
+                continue
+            layer = (boundary.data_ptr(), slot)
+            if context == 0:
+                origins[layer] = 0
+            elif counts[i] > 1 and (context - origins[layer]) % gdn.CHUNK:
+                origins[layer] = context
+                boundary[slot] = running[slot]  # at a boundary it would be dead
+            if context:  # counted from the slice, and never a fresh sequence
+                moved[i] = context - origins[layer] + gdn.CHUNK
+        return right(q, k, v, g, beta, state, slots, query_start_loc, moved, *rest)
+
+    gdn.advance = advance
+
+
+def _stale_prefix_cache() -> None:
+    """The rollout engine says that it dropped its prefix cache, and keeps it (E, SB0906)."""
+    from samebits.hooks.vllm.scheduler import Scheduler
+
+    def keep(self, *_, **__):
+        blocks = self.kv_cache_manager.block_pool.blocks
+        return {"dropped_blocks": sum(block.block_hash is not None for block in blocks)}
+
+    Scheduler.reset_prefix_cache = keep  # type: ignore[method-assign]
+
+
+def _unsynced_tensor() -> None:
+    """A weight sync leaves the final norm as it was, and reports all tensors (SB0705)."""
+    from samebits.hooks.vllm import weights
+
+    right, kept = weights.load, list[Any]()
+
+    def load(model, tensors):
+        count = right(model, tensors)
+        weight = model.get_parameter("model.norm.weight").data
+        if kept:
+            weight.copy_(kept[0])
+        else:
+            kept.append(weight.clone())
+        return count
+
+    weights.load = load
+
+
 PLANTED = {
     "k_cut_by_rows": _k_cut_by_rows,
     "rope_base_doubled": _rope_base_doubled,
     "other_gdn_schedule": _other_gdn_schedule,
     "gdn_decay_doubled": _gdn_decay_doubled,
+    "norm_rounded_early": _norm_rounded_early,
+    "scale_rounded": _scale_rounded,
+    "logits_rounded": _logits_rounded,
+    "temperature_of_one_side": _temperature_of_one_side,
+    "chunks_from_slices": _chunks_from_slices,
+    "stale_prefix_cache": _stale_prefix_cache,
+    "unsynced_tensor": _unsynced_tensor,
 }
 
 
