@@ -21,6 +21,9 @@ def run(
     record: Annotated[
         bool, typer.Option("--record", help="Write the rows to cases/bench.json.")
     ] = False,
+    case: Annotated[
+        str | None, typer.Option(help="With `rollout`: the case whose engines are timed.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Time each operator against its native counterpart.
@@ -32,7 +35,7 @@ def run(
 
     if record:
         bench.refuse_read_only()
-    rows = bench.run(names or [])
+    rows = bench.run(names or [], case)
     if record:
         bench.record(rows)
     _print(rows, as_json)

@@ -1,7 +1,9 @@
-"""`samebits case list|show`: the model cases and what their evidence says."""
+"""`samebits case`: the model cases, what their evidence says, and the steps to a new one."""
 
 from __future__ import annotations
 
+import enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -86,3 +88,139 @@ def show(
         [(name, "\n".join(texts)) for name, texts in lines.items() if texts],
         header=False,
     )
+
+
+@app.command()
+def new(
+    case: Annotated[str, typer.Argument(help="Name of the new case.", metavar="MODEL")],
+    config: Annotated[
+        Path | None, typer.Option(help="Published config.json: its dimensions are taken.")
+    ] = None,
+    architecture: Annotated[
+        str | None, typer.Option(help="Instead: llama, qwen3 or qwen3_5_text, at template size.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the case; default: a few.")
+    ] = None,
+    series: Annotated[
+        str | None, typer.Option(help="Patch series; default: that of a case like this.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Make the folder of a new case from the template.
+
+    Nothing is overwritten. A model with regions that no operator covers is refused (SB0916), and
+    nothing is written.
+    """
+    from samebits.casework import create, steps
+    from samebits.errors import word
+    from samebits.patching.workspace import Workspace
+
+    if (config is None) == (architecture is None):
+        raise typer.BadParameter("give one of --config and --architecture")
+    folder = create.create(
+        case, config=config, architecture=architecture, layers=layers, series=series
+    )
+    names = sorted(path.name for path in folder.iterdir())
+    if as_json:
+        show_json({"case": case, "folder": Workspace.find().show(folder), "files": names})
+        return
+    print(f"{Workspace.find().show(folder)}: {', '.join(names)}")
+    following = steps.progress(case).next
+    if following is not None:
+        print(f"\nnext: {following.command}  # {following.step}: {following.passes}")
+    print(f"steps: samebits case status {word(case)}")
+
+
+@app.command("status")
+def show_status(
+    case: Annotated[
+        str | None, typer.Argument(help="Name of a case; all cases by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show where a case stands, and the next command.
+
+    State is read from recipe, contract and evidence; the ledger adds decisions of people. Exit code
+    of one case: 0 every step done or out of scope, 1 evidence shows a difference, 2 a file is
+    refused, 3 something is open. Without a case the exit code is 0.
+    """
+    from samebits import recipe as recipes
+    from samebits.casework import steps
+
+    if case is None:
+        _all_progress(as_json)
+        return
+    found = steps.progress(recipes.load(case).case if "/" not in case else case)
+    if as_json:
+        show_json(found.as_dict())
+        raise typer.Exit(found.exit_code)
+    rows = [(state.step, state.state, state.title, state.why) for state in found.states]
+    show_table(("step", "state", "", "why"), rows)
+    for note in found.notes:
+        print(f"note, {note['date']}: {note['text']}")
+    print(f"\n{found.case}: {found.settled} of {len(found.states)} steps settled")
+    following = found.next
+    if following is not None:
+        print(f"next: {following.command}  # {following.step}: {following.passes}")
+    raise typer.Exit(found.exit_code)
+
+
+def _all_progress(as_json: bool) -> None:
+    from samebits import recipe as recipes
+    from samebits.casework import steps
+    from samebits.errors import SamebitsError
+
+    rows: list[dict] = []
+    for name in recipes.known_cases():
+        try:
+            rows.append(steps.progress(name).as_dict())
+        except SamebitsError as error:  # one broken case hides no other
+            rows.append({"case": name, "error": error.error_id, "seen": error.seen})
+    if as_json:
+        show_json(rows)
+        return
+    cells = []
+    for row in rows:
+        if "error" in row:
+            cells.append((row["case"], row["error"], row["seen"], ""))
+            continue
+        following = row["next"] or {"step": "-", "command": "-"}
+        settled = f"{row['settled']} of {row['of']}"
+        cells.append((row["case"], settled, following["step"], following["command"]))
+    show_table(("case", "settled", "next step", "command"), cells)
+
+
+class Decision(enum.StrEnum):
+    """What a person can decide about a step; `clear` takes it back."""
+
+    blocked = "blocked"
+    out_of_scope = "out-of-scope"
+    clear = "clear"
+
+
+@app.command()
+def decide(
+    case: Annotated[str, typer.Argument(help="Name of a case.")],
+    step: Annotated[str, typer.Argument(help="Name of a step, see `samebits case status`.")],
+    decision: Annotated[Decision, typer.Argument(help="What is decided.")],
+    reason: Annotated[
+        str | None, typer.Option(help="Why, in a sentence; needed unless it is taken back.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the ledger.")] = False,
+) -> None:
+    """Write a decision about a step into the ledger of a case.
+
+    A step cannot be decided to be done. What the case claims cannot be put out of scope (SB0918).
+    """
+    from samebits import recipe as recipes
+    from samebits.casework import ledger, steps
+
+    recipe = recipes.load(case)
+    if decision is Decision.out_of_scope:
+        steps.refuse_claimed(recipe, step, reason or "")
+    data = ledger.decide(recipe, step, decision.value, reason)
+    if as_json:
+        show_json(data)
+        return
+    print(f"{recipe.case}, {step}: {decision.value}")

@@ -29,6 +29,11 @@ _LINEAR_ATTENTION = (
 )
 
 
+def architecture_of(name: str) -> str:
+    """The recipe's name of the architecture of a Hugging Face class, or the class itself."""
+    return _ARCHITECTURES.get(name, name)
+
+
 def dims_of(config: Any, architecture: str | None = None) -> dict[str, Any]:
     """Dimensions of a Hugging Face config (object or dict) or of a recipe's `model.config`.
 
@@ -39,7 +44,7 @@ def dims_of(config: Any, architecture: str | None = None) -> dict[str, Any]:
     rope = get("rope_parameters") or get("rope_scaling") or {}
     declared = get("architectures") or []
     model_type = get("model_type")
-    named = _ARCHITECTURES.get(declared[0], declared[0]) if declared else model_type
+    named = architecture_of(declared[0]) if declared else model_type
     theta = get("rope_theta") if get("rope_theta") is not None else rope.get("rope_theta")
     eps = get("rms_norm_eps")
     dims: dict[str, Any] = {"architecture": named or architecture}

@@ -134,11 +134,15 @@ def _judge_rl(record: Mapping[str, Any], steps: int) -> Judgement:
         missing.append(f"RL: planted fault {record['fault']} was active")
     if len(record["aligned"]) < steps:
         missing.append(f"RL: {len(record['aligned'])} of {steps} steps")
-    stock = {"name": "stock", "tokens": sum(step["tokens"] for step in record["stock"])}
-    missing += _judge_length(stock, "RL")
-    if not any(step["mismatches"] and not _is_zero(step["max_abs"]) for step in record["stock"]):
-        missing.append("RL: the stock run did not diverge")
+    missing += _judge_stock_rl(record)
     return _verdict(different, missing)
+
+
+def _judge_stock_rl(record: Mapping[str, Any]) -> Iterator[str]:
+    stock = {"name": "stock", "tokens": sum(step["tokens"] for step in record["stock"])}
+    yield from _judge_length(stock, "RL")
+    if not any(step["mismatches"] and not _is_zero(step["max_abs"]) for step in record["stock"]):
+        yield "RL: the stock run did not diverge"
 
 
 def _judge_layouts(sizes: Mapping[str, Any], found: list[Mapping[str, Any]]) -> Iterator[str]:
@@ -195,6 +199,24 @@ def judge_legs(predicate: Mapping[str, Any]) -> dict[str, Judgement]:
         record = predicate["rl"] or {"aligned": [], "stock": [], "fault": None}
         judged["rl"] = _judge_rl(record, parameters["rl_steps"])
     return judged
+
+
+def judge_controls(predicate: Mapping[str, Any]) -> Judgement:
+    """Whether alignment off differs in every leg that the recipe asks for, whatever aligned did."""
+    parameters = predicate["parameters"]
+    missing: list[str] = []
+    for leg, wanted in parameters["legs"].items():
+        rows = predicate["oracle"] if leg == "O" else predicate["comparisons"]
+        found = [record for record in rows if record["leg"] == leg]
+        if all(record["control"] is None for record in found):
+            missing.append(f"leg {leg}: no negative control")
+        for record in found if leg != "O" else ():
+            missing += _judge_control(record, f"leg {leg}, {record['name']}", wanted["control"])
+        if leg == "O":
+            missing += [r for r in _judge_oracle(leg, wanted, found).reasons if "control" in r]
+    if parameters["rl_steps"]:
+        missing += _judge_stock_rl(predicate["rl"] or {"stock": []})
+    return _verdict([], list(dict.fromkeys(missing)))
 
 
 def judge(predicate: Mapping[str, Any]) -> Judgement:

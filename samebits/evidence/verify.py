@@ -140,6 +140,16 @@ def _stale(statement: Statement, recipe: recipes.Recipe) -> list[str]:
         reasons.append("recipe changed")
     elif not reasons:
         _check_parameters(statement, recipe)
+    return reasons + changes(statement, recipe)
+
+
+def changes(statement: Statement, recipe: recipes.Recipe) -> list[str]:
+    """What a statement stands on, beside the recipe itself, that is another now.
+
+    Also fit for an unrecorded run, which may ask for fewer tokens than the recipe does.
+    """
+    predicate = statement.predicate
+    reasons = []
     recorded = {s["name"]: s["digest"].get("gitTree") for s in statement.data["subject"]}
     for upstream, tree in current.trees(recipe).items():
         if tree is None or recorded.get(f"tree/{upstream}") != tree:

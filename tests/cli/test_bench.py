@@ -85,3 +85,21 @@ def test_an_unknown_benchmark_is_refused(folder, capsys):
 def test_without_a_record_there_is_nothing_to_show(folder, capsys):
     assert cli.run(["bench", "show"]) == 3
     assert "SB0910" in capsys.readouterr().err
+
+
+def test_the_engines_of_a_case_are_timed_on_request(folder, monkeypatch, capsys):
+    asked = []
+
+    def rows(case):
+        asked.append(case)
+        return [ROW | {"work": f"rollout prefill, {case}"}]
+
+    monkeypatch.setitem(sys.modules, "samebits.bench.rollout", types.SimpleNamespace(rows=rows))
+    assert cli.run(["bench", "run", "rollout", "--case", "toy", "--record"]) == 0
+    assert asked == ["toy"] and "toy" in (folder / "bench.json").read_text()
+
+
+@pytest.mark.parametrize("names", [[], ["gemm"], ["rollout", "gemm"]])
+def test_other_benchmarks_have_no_case(folder, capsys, names):
+    assert cli.run(["bench", "run", *names, "--case", "toy"]) == 2
+    assert "SB0909" in capsys.readouterr().err

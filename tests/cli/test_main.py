@@ -34,6 +34,7 @@ def test_verbs_are_these():
         "verify",
         "rl",
         "case",
+        "plan",
         "bench",
         "measure",
         "doctor",

@@ -1,0 +1,189 @@
+"""`samebits case new`: a case folder from the template, with the dimensions of a model."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from samebits import recipe as recipes
+from samebits.casework import ledger, memory, published
+from samebits.errors import Refused, word
+from samebits.patching.workspace import Workspace
+
+TEMPLATES = {"llama": "recipe.yaml", "qwen3": "recipe.yaml", "qwen3_5_text": "hybrid.yaml"}
+PAGES = ("recipe.md", "broke.md")
+PUBLISHED = "config.json"
+_LAYERS = 2  # of a dense proxy; a hybrid one has an interval of full attention
+
+
+def create(
+    case: str,
+    *,
+    config: Path | None = None,
+    architecture: str | None = None,
+    layers: int | None = None,
+    series: str | None = None,
+) -> Path:
+    """Make `cases/CASE` and return it; nothing is written unless all of it can be.
+
+    config        published config.json: its dimensions, `layers` of its layers, and a copy of it
+    architecture  instead: the template's dimensions
+    series        patch series of all upstreams; default: what the template names
+
+    Refuses SB0915 (folder is there), SB0916 (regions that no operator covers), SB0920 (config),
+    SB0314 (name).
+    """
+    folder = recipes.cases_folder() / case
+    if not re.fullmatch(recipes.schema()["$defs"]["name"]["pattern"], case):
+        raise Refused(
+            "SB0314",
+            seen=f"case {case!r}",
+            required="lower case letters, digits, dots, hyphens and underscores",
+            hint="samebits case new --help",
+        )
+    if os.path.lexists(folder):
+        raise Refused(
+            "SB0915",
+            seen=f"cases/{case}",
+            required="a name that no case has",
+            hint=f"samebits case status {word(case)}",
+        )
+    text = _recipe(case, config, architecture, layers, series)
+    template = recipes.cases_folder() / "_template"
+    with (
+        Workspace.find().writing(),
+        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{case}.") as made,
+    ):
+        draft = Path(made) / case
+        draft.mkdir()
+        (draft / "recipe.yaml").write_text(text)
+        recipes.load(draft / "recipe.yaml")
+        for page in PAGES:
+            (draft / page).write_text((template / page).read_text().replace("<model>", case))
+        if config is not None:
+            shutil.copyfile(config, draft / PUBLISHED)
+        ledger.write(draft / ledger.NAME, ledger.empty(case))
+        try:
+            draft.rename(folder)
+        except OSError:  # somebody made it meanwhile
+            raise Refused(
+                "SB0915",
+                seen=f"cases/{case}",
+                required="a name that no case has",
+                hint=f"samebits case status {word(case)}",
+            ) from None
+    return folder
+
+
+def _recipe(
+    case: str,
+    config: Path | None,
+    architecture: str | None,
+    layers: int | None,
+    series: str | None,
+) -> str:
+    """Text of the recipe: that of the template, with what differs replaced block by block."""
+    found = None
+    if config is not None:
+        found = published.read(config)
+        published.refuse_gaps(found, config.name)
+        architecture = published.architecture(found)
+    if architecture is None or not published.known(architecture):
+        raise Refused(
+            "SB0916",
+            seen=f"architecture {architecture}",
+            required=f"one of {', '.join(TEMPLATES)}",
+            hint="samebits case new --help",
+        )
+    text = (recipes.cases_folder() / "_template" / TEMPLATES[architecture]).read_text()
+    data = yaml.safe_load(text)
+    data["model"]["architecture"] = architecture
+    if found is not None:
+        assert config is not None
+        _take(data, published.dimensions(found, config), layers)
+    elif layers is not None:
+        data["model"]["config"]["num_hidden_layers"] = layers
+    if series is not None:
+        data["series"] = dict.fromkeys(data["series"], series)
+    text = text.replace("case: my-model", f"case: {case}", 1)
+    for name, value in yaml.safe_load(text).items():
+        if name != "case" and value != data[name]:
+            text = _replaced(text, name, data[name])
+    return text
+
+
+def _take(data: dict[str, Any], dims: Mapping[str, Any], layers: int | None) -> None:
+    """Published dimensions with few layers, and the sizes of the run that follow from them."""
+    config = dict(dims)
+    few = config.get("full_attention_interval", _LAYERS)
+    config["num_hidden_layers"] = min(layers or few, dims["num_hidden_layers"])
+    data["model"]["config"] = config
+    two = divisible(config, 2)
+    data["layouts"] = {side: [1, 2] if two else [1] for side in data["layouts"]}
+    if not two:
+        del data["legs"]["D"]
+    sums = (config["num_attention_heads"] * config["head_dim"], config["intermediate_size"])
+    data["contract"]["reduction_leaves"] = 1 if any(n % 2 for n in sums) else 2
+    data["contract"]["vocabulary_leaves"] = 1 if config["vocab_size"] % 2 else 2
+    if "gdn_schedule" in data["contract"]:
+        data["engine"] |= _paged(config, data)
+
+
+def divisible(config: Mapping[str, Any], size: int) -> bool:
+    """Whether heads, sums and vocabulary divide evenly over `size` ranks."""
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    linear = ("linear_num_key_heads", "linear_num_value_heads")
+    return all(config[name] % size == 0 for name in [*names, *(n for n in linear if n in config)])
+
+
+def _paged(config: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, int]:
+    """Engine sizes of a hybrid: a page of keys and values is no smaller than a layer's state."""
+    from samebits.ops.gdn import CHUNK
+
+    state = memory.state_bytes(config, data["contract"]["gdn_schedule"], layers=1)
+    token = memory.kv_bytes(config, layers=1)
+    block = -(-state // token // CHUNK) * CHUNK
+    engine = data["engine"]
+    return {
+        "block_size": block,
+        "max_model_len": max(engine["max_model_len"], 4 * block),
+        "max_num_batched_tokens": max(engine["max_num_batched_tokens"], 2 * block + 128),
+    }
+
+
+class _Quoted(str):
+    """A decimal: without quotes other readers of YAML would take it for a number."""
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Dumper.add_representer(
+    _Quoted, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+)
+
+
+def _quoted(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _quoted(item) for name, item in value.items()}
+    return _Quoted(value) if isinstance(value, str) and re.match(r"[\d.]", value) else value
+
+
+def _replaced(text: str, name: str, value: Any) -> str:
+    """`text` with the block of the top-level key `name` dumped anew; comments above it stay."""
+    flat = all(not isinstance(item, dict | list) for item in value.values())
+    body = yaml.dump(
+        {name: _quoted(value)}, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=96
+    )
+    if not flat or len(body) > 96:
+        body = yaml.dump({name: _quoted(value)}, Dumper=_Dumper, sort_keys=False, indent=2)
+    pattern = re.compile(rf"^{name}:.*?(?=^[^\s]|\Z)", re.MULTILINE | re.DOTALL)
+    return pattern.sub(lambda _: body, text, count=1)

@@ -1,0 +1,84 @@
+"""Bytes that follow from a model's dimensions: weights, keys and values, recurrent states.
+
+Counted from shapes and dtypes, not measured: activations, workspaces, optimizer state and what an
+engine reserves for itself are not in here. `config` is the `model.config` of a recipe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_BF16, _FP32 = 2, 4
+
+
+def is_linear(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether decoder layer `layer` keeps a recurrent state instead of keys and values."""
+    interval = config.get("full_attention_interval")
+    return interval is not None and (layer + 1) % interval != 0
+
+
+def _linear_layers(config: Mapping[str, Any]) -> int:
+    return sum(is_linear(config, layer) for layer in range(config["num_hidden_layers"]))
+
+
+def kv_bytes(config: Mapping[str, Any], tp: int = 1, layers: int | None = None) -> int:
+    """Keys and values of one token on one of `tp` ranks, in all layers with full attention."""
+    if layers is None:
+        layers = config["num_hidden_layers"] - _linear_layers(config)
+    heads = config["num_key_value_heads"] // tp
+    return 2 * layers * heads * config["head_dim"] * _BF16
+
+
+def state_bytes(
+    config: Mapping[str, Any], schedule: str | None, tp: int = 1, layers: int | None = None
+) -> int:
+    """Recurrent state of one sequence on one rank; `schedule` None is that of the stock engine.
+
+    The stock engine keeps one fp32 state per value head and the window of the convolution.
+    """
+    if layers is None:
+        layers = _linear_layers(config)
+    if not layers:
+        return 0
+    keys, values = (config[f"linear_num_{part}_heads"] // tp for part in ("key", "value"))
+    key_dim, value_dim = (config[f"linear_{part}_head_dim"] for part in ("key", "value"))
+    channels = 2 * keys * key_dim + values * value_dim
+    window = (config["linear_conv_kernel_dim"] - 1) * channels * _BF16
+    if schedule is None:
+        return layers * (values * key_dim * value_dim * _FP32 + window)
+    from samebits.ops import gdn
+
+    spec = gdn.state_spec(schedule, keys, values, key_dim, value_dim)
+    return layers * (sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in spec) + window)
+
+
+def parameters(config: Mapping[str, Any], qk_norm: bool, tp: int = 1) -> int:
+    """Parameters on one of `tp` ranks: cut by heads, columns and vocabulary rows; norms are whole.
+
+    qk_norm   queries and keys have a norm of their own (Qwen3, and Qwen3.5's full attention)
+    """
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    hybrid = config.get("full_attention_interval") is not None
+    gates = 2 if hybrid else 1  # the gate of the output comes with the queries
+    full = hidden * head_dim * (gates * heads + 2 * kv_heads + heads) // tp
+    full += 2 * head_dim * qk_norm
+    linear = _linear_parameters(config, tp) if hybrid else 0
+    count = 0
+    for layer in range(config["num_hidden_layers"]):
+        count += linear if is_linear(config, layer) else full
+        count += 3 * hidden * config["intermediate_size"] // tp + 2 * hidden
+    tables = 1 if config["tie_word_embeddings"] else 2
+    return count + tables * config["vocab_size"] * hidden // tp + hidden
+
+
+def _linear_parameters(config: Mapping[str, Any], tp: int) -> int:
+    keys, values = (config[f"linear_num_{part}_heads"] // tp for part in ("key", "value"))
+    key_dim, value_dim = (config[f"linear_{part}_head_dim"] for part in ("key", "value"))
+    channels = 2 * keys * key_dim + values * value_dim
+    inner = values * value_dim
+    projections = config["hidden_size"] * (channels + 2 * inner + 2 * values)
+    # convolution, A_log and dt_bias, norm of the gated output
+    return projections + channels * config["linear_conv_kernel_dim"] + 2 * values + value_dim

@@ -1,0 +1,275 @@
+"""A published `config.json`: which regions its arithmetic needs, and the dimensions of a recipe.
+
+Reads the configuration alone, by the names that Hugging Face gives its entries. An entry that asks
+for arithmetic no operator has is named together with the region that is missing; what is not in
+`samebits.ops.registry` cannot be bound by a contract.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samebits.contract import canonical
+from samebits.contract.dims import architecture_of
+from samebits.errors import Refused
+from samebits.ops import registry
+from samebits.recipe import schema
+
+HEAD_DIM = 128  # of linear attention: the only size that both engines are proved with
+_SILU = ("silu", "swish")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size", "moe_num_shared_experts")
+_BIASES = ("attention_bias", "qkv_bias", "mlp_bias", "use_bias")
+_WINDOWS = ("sliding_attention", "chunked_attention")
+# Entry -> region, where any value but the neutral ones moves bits.
+_SCALES = {
+    "final_logit_softcapping": ("logits.softcap", (None,)),
+    "attn_logit_softcapping": ("attention.softcap", (None,)),
+    "logit_scale": ("logits.scale", (None, 1, 1.0)),
+    "logits_scaling": ("logits.scale", (None, 1, 1.0)),
+    "embedding_multiplier": ("embedding.scale", (None, 1, 1.0)),
+    "scale_emb": ("embedding.scale", (None, 1, 1.0)),
+    "residual_multiplier": ("residual.scale", (None, 1, 1.0)),
+    "layer_scale": ("residual.scale", (None, False)),
+    "attention_multiplier": ("attention.scale", (None,)),
+    "query_pre_attn_scalar": ("attention.scale", (None,)),
+}
+# Entry whose presence asks for a region.
+_PRESENT = {
+    "kv_lora_rank": "attention.mla",
+    "index_topk": "attention.sparse",
+    "linear_attn_config": "kda.core",
+    "quantization_config": "gemm.quantized",
+    "vision_config": "vision.encoder",
+    "audio_config": "audio.encoder",
+}
+_MAMBA = ("mamba_d_state", "ssm_state_size", "state_size", "mamba_num_heads")
+_IMPLIED = {  # model type -> what its code does without an entry that says so
+    "qwen2": ("gemm.bias", "of queries, keys and values"),
+    "gpt_oss": ("attention.sink", "one logit per head"),
+    "gemma2": ("embedding.scale", "by the root of hidden_size"),
+    "gemma3_text": ("embedding.scale", "by the root of hidden_size"),
+}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A region that no operator covers, and what in the configuration asks for it."""
+
+    region: str
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.region} ({self.because})"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A `config.json`; SB0920 where it is no JSON object with an architecture."""
+    raw = canonical.read(path, "config.json", "samebits case new --help")
+    try:
+        config = json.loads(raw)
+        named = config["architectures"] if isinstance(config, dict) else None
+        if not (isinstance(named, list) and named and isinstance(named[0], str)):
+            raise ValueError("`architectures` names none")
+    except (ValueError, KeyError) as problem:
+        raise _bad(path, f"{type(problem).__name__}: {problem}") from None
+    return config
+
+
+def _bad(path: Path, seen: str) -> Refused:
+    return Refused(
+        "SB0920",
+        seen=f"{path}: {seen}",
+        required="the config.json of a model on the Hugging Face hub, whole",
+        hint="samebits explain SB0920",
+    )
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """The recipe's name of the architecture, or the class that the configuration names."""
+    return architecture_of(config["architectures"][0])
+
+
+def known(name: str) -> bool:
+    """Whether contracts and engines know an architecture by this name."""
+    return name in schema()["properties"]["model"]["properties"]["architecture"]["enum"]
+
+
+def covered(name: str) -> tuple[str, ...]:
+    """The regions of an architecture that an operator is registered for; loads all operators."""
+    installed = registry.implementations("cpu")
+    return tuple(region for region in registry.regions_of(name) if region in installed)
+
+
+def gaps(config: Mapping[str, Any]) -> list[Gap]:
+    """Everything that keeps a contract from covering this model, in forward order of finding."""
+    name = architecture(config)
+    found = [*_gaps(config, name)]
+    if known(name):
+        bound = covered(name)
+        found += [
+            Gap(r, "of this architecture") for r in registry.regions_of(name) if r not in bound
+        ]
+    else:
+        found.append(Gap("engine hooks", f"neither engine's hooks know {name}"))
+    return list(dict.fromkeys(found))
+
+
+def refuse_gaps(config: Mapping[str, Any], what: str) -> None:
+    """SB0916 with every gap of a configuration."""
+    found = gaps(config)
+    if found:
+        raise Refused(
+            "SB0916",
+            seen=f"{what}: not covered: {'; '.join(map(str, found))}",
+            required=f"regions that an operator covers: {', '.join(registry.REGIONS)}",
+            hint="samebits explain SB0916",
+        )
+
+
+def _gaps(config: Mapping[str, Any], name: str) -> Iterator[Gap]:
+    for entry, region in _PRESENT.items():
+        if config.get(entry) is not None:
+            yield Gap(region, entry)
+    for entry in _BIASES:
+        if config.get(entry):
+            yield Gap("gemm.bias", f"{entry}=true")
+    if config.get("model_type") in _IMPLIED:
+        region, why = _IMPLIED[config["model_type"]]
+        yield Gap(region, f"model_type {config['model_type']}: {why}")
+    if config.get("rms_norm_eps") is None:
+        yield Gap("norm.layer", "no rms_norm_eps")
+    yield from _attention_gaps(config, name)
+    yield from _rope_gaps(config, name)
+    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    if activation not in _SILU:
+        yield Gap(f"act.{activation}_mul", f"hidden_act={activation}")
+    yield from _expert_gaps(config)
+    for entry, (region, neutral) in _SCALES.items():
+        if config.get(entry) not in neutral:
+            yield Gap(region, f"{entry}={config[entry]}")
+    yield from _recurrent_gaps(config, name)
+
+
+def _attention_gaps(config: Mapping[str, Any], name: str) -> Iterator[Gap]:
+    window = config.get("sliding_window")
+    if config.get("use_sliding_window", window is not None) and window:
+        yield Gap("attention.window", f"sliding_window={window}")
+    for kind in sorted(set(config.get("layer_types") or ()) & set(_WINDOWS)):
+        yield Gap("attention.window", f"layer_types: {kind}")
+    if config.get("is_encoder_decoder"):
+        yield Gap("attention.cross", "is_encoder_decoder=true")
+    gated = name == "qwen3_5_text"
+    if bool(config.get("attn_output_gate", gated)) != gated:
+        wanted = "without" if gated else "with"
+        yield Gap("attention.gate", f"attention {wanted} an output gate in {name}")
+    if config.get("output_gate_type", "silu") not in _SILU:
+        yield Gap("norm.gated", f"output_gate_type={config['output_gate_type']}")
+
+
+def _rope_gaps(config: Mapping[str, Any], name: str) -> Iterator[Gap]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        yield Gap("rope.scaled", f"rope_type={kind}")
+    if "mrope_section" in rope:
+        yield Gap("rope.sections", f"mrope_section={rope['mrope_section']}")
+    share = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1
+    if share != 1 and name != "qwen3_5_text":
+        yield Gap("rope.partial", f"partial_rotary_factor={share}")
+
+
+def _expert_gaps(config: Mapping[str, Any]) -> Iterator[Gap]:
+    for entry in _EXPERTS:
+        if (config.get(entry) or 0) > 1:
+            for region in ("moe.route", "moe.experts", "moe.combine"):
+                yield Gap(region, f"{entry}={config[entry]}")
+    for entry in _SHARED_EXPERTS:
+        if config.get(entry):
+            yield Gap("moe.shared", f"{entry}={config[entry]}")
+
+
+def _recurrent_gaps(config: Mapping[str, Any], name: str) -> Iterator[Gap]:
+    for entry in _MAMBA:
+        if config.get(entry):
+            yield Gap("mamba.core", f"{entry}={config[entry]}")
+    kinds = set(config.get("layer_types") or ())
+    if "linear_attention" in kinds and name != "qwen3_5_text":
+        yield Gap("gdn.core", f"layer_types: linear_attention in {name}")
+    for entry in ("linear_key_head_dim", "linear_value_head_dim"):
+        if config.get(entry, HEAD_DIM) != HEAD_DIM:
+            yield Gap("gdn.core", f"{entry}={config[entry]}, proved with {HEAD_DIM}")
+
+
+# --- dimensions -----------------------------------------------------------------------------------
+
+
+def decimal(value: float) -> str:
+    """A real number as a recipe writes it: shortest decimal, whole numbers without a point."""
+    return str(int(value)) if float(value).is_integer() else repr(float(value))
+
+
+def dimensions(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The `model.config` of a recipe, from a configuration without gaps; SB0920 where one lacks."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    values: dict[str, Any] = dict(config)
+    heads = config.get("num_attention_heads")
+    if heads:
+        values["num_key_value_heads"] = config.get("num_key_value_heads") or heads
+        values["head_dim"] = config.get("head_dim") or config.get("hidden_size", 0) // heads
+    values["rope_theta"] = config.get("rope_theta") or rope.get("rope_theta") or 10000
+    share = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
+    values["partial_rotary_factor"] = share
+    values["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
+    if values.get("full_attention_interval") is None:
+        values["full_attention_interval"] = _interval(config.get("layer_types"), path)
+    for name in ("bos_token_id", "eos_token_id"):
+        first = values.get(name)
+        values[name] = first[0] if isinstance(first, list) and first else first
+    fields = schema()["properties"]["model"]["properties"]["config"]
+    hybrid = architecture(config) == "qwen3_5_text"
+    only_hybrid = schema()["else"]["properties"]["model"]["properties"]["config"]["properties"]
+    wanted = [n for n in fields["properties"] if hybrid or n not in only_hybrid]
+    needed = {*fields["required"], *(only_hybrid if hybrid else ())}
+    found: dict[str, Any] = {}
+    for name in wanted:
+        value = values.get(name)
+        if value is None and name in needed:
+            raise _bad(path, f"no {name}")
+        if value is not None:
+            real = fields["properties"][name] == {"$ref": "#/$defs/decimal"}
+            found[name] = decimal(value) if real else value
+    return found
+
+
+def _interval(types: list[str] | None, path: Path) -> int | None:
+    """Every how many layers one has full attention; None where `layer_types` says nothing of it."""
+    if not types or "linear_attention" not in types:
+        return None
+    interval = types.index("full_attention") + 1 if "full_attention" in types else 0
+    wanted = [
+        ("full" if interval and (i + 1) % interval == 0 else "linear") for i in range(len(types))
+    ]
+    if [kind.partition("_")[0] for kind in types] != wanted:
+        raise _bad(path, "layer_types without a regular interval of full attention")
+    return interval
+
+
+def differences(
+    config: Mapping[str, Any], recipe_config: Mapping[str, Any], path: Path
+) -> list[str]:
+    """Where a recipe's dimensions are not the published ones; the number of layers may be less."""
+    published = dimensions(config, path)
+    found = []
+    for name, value in published.items():
+        mine = recipe_config.get(name)
+        same = float(mine or 0) == float(value) if isinstance(value, str) else mine == value
+        if name == "num_hidden_layers":
+            same = isinstance(mine, int) and 1 <= mine <= value
+        if not same:
+            found.append(f"{name} is {mine}, published {value}")
+    return found

@@ -1,0 +1,233 @@
+"""A checkout of its own with the template, and a new case whose evidence a test can shape."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from samebits import cli, evidence
+from samebits import recipe as recipes
+from samebits.contract import Contract
+from samebits.contract.build import build, write
+from samebits.ops import registry
+from samebits.ops.registry import Implementation
+from samebits.patching.workspace import Workspace
+
+WHEN = {"started": "2025-01-01T00:00:00Z", "finished": "2025-01-01T00:10:00Z"}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "rope_theta": 10000000,
+        "rope_type": "default",
+        "partial_rotary_factor": 0.25,
+    },
+    "tie_word_embeddings": True,
+    "vocab_size": 248320,
+}
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Writes a config.json: that of a Llama, or of a hybrid, with changes; None removes."""
+
+    def make(base=LLAMA, **changes) -> Path:
+        path = tmp_path / "config.json"
+        merged = {k: v for k, v in {**base, **changes}.items() if v is not None}
+        path.write_text(json.dumps(merged))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def hybrid():
+    return HYBRID
+
+
+@pytest.fixture
+def operators(monkeypatch) -> dict[str, Implementation]:
+    """One small operator for every region."""
+    found = {
+        region: Implementation(region, f"{region}.cpu.1", "cpu", {}, ("samebits.plan",), lambda: 7)
+        for region in registry.REGIONS
+    }
+    monkeypatch.setattr(registry, "implementations", lambda platform="cpu": found)
+    return found
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch, operators) -> Path:
+    """Template and one real recipe in `cases/` of an empty checkout; patches are the real ones."""
+    real = Workspace.find()
+    root = tmp_path / "checkout"
+    shutil.copytree(real.root / "cases" / "_template", root / "cases" / "_template")
+    (root / "cases" / "qwen3-tiny").mkdir()
+    shutil.copy(real.root / "cases" / "qwen3-tiny" / "recipe.yaml", root / "cases" / "qwen3-tiny")
+    (root / "patches").symlink_to(real.patches)
+    (root / "tests" / "ops").mkdir(parents=True)
+    (root / "tests" / "ops" / "test_gemm.py").touch()
+    monkeypatch.setattr(Workspace, "find", classmethod(lambda cls: Workspace(root)))
+    return root
+
+
+def rows(recipe: recipes.Recipe, changed: dict | None = None) -> dict:
+    """Arguments of `evidence.build` for a run that earns EQUAL; `changed`: leg -> other fields."""
+    changed = changed or {}
+    comparisons, oracles = [], []
+    for name, leg in recipe.legs.items():
+        fields = {
+            "tokens": leg.tokens,
+            "mismatches": 0,
+            "max_abs": 0.0,
+            "streams": ("a" * 64, "a" * 64),
+            "hazards": dict.fromkeys(leg.hazards, 2),
+            "control": evidence.control(leg.control, 100, 90, 0.05),
+            "command": f"samebits prove {recipe.case}",
+        } | changed.get(name, {})
+        pairs = [("tp1", "tp1")]
+        if name == "D":
+            sizes = itertools.product(recipe.trainer_tp, recipe.rollout_tp)
+            pairs = [(f"tp{a}", f"tp{b}") for a, b in sizes]
+        for a, b in pairs if name != "O" else ():
+            row = evidence.comparison(
+                name, f"{a}/{b}", "left equals right", layouts=(a, b), **fields
+            )
+            comparisons.append(row)
+        if name == "O":
+            oracles = [
+                evidence.oracle(
+                    "all",
+                    "near",
+                    tokens=leg.tokens,
+                    aligned=(0.01, 0.1),
+                    stock=(0.02, 0.1),
+                    command="samebits prove toy",
+                    control=(leg.control, 100, 0.5),
+                    **changed.get("O", {}),
+                )
+            ]
+    return {"comparisons": comparisons, "oracles": oracles, "rl": _rl(recipe)}
+
+
+def _rl(recipe: recipes.Recipe):
+    if recipe.rl is None:
+        return None
+    equal = dict.fromkeys(("max_abs", "mean_abs", "k3_kl"), 0.0)
+    equal |= {"is_ratio_max": 1.0, "is_ratio_median": 1.0, "tokens": 50, "mismatches": 0}
+    differs = equal | {"max_abs": 0.5, "mean_abs": 0.1, "mismatches": 40}
+    steps = range(1, recipe.rl["steps"] + 1)
+    return evidence.rl(
+        [evidence.rl_step(step, equal, 0.1) for step in steps],
+        [evidence.rl_step(step, differs, 0.1) for step in steps],
+        "samebits rl toy",
+    )
+
+
+SWITCHES = {
+    "distinct_prompt_seed_pairs": "48",
+    "logprobs_mode": "raw_logprobs",
+    "sampling": "temperature 1",
+    "sampling_refused": "greedy",
+    "token_ids": "in and out",
+}
+
+
+class Toy:
+    """A new case in the checkout, with a contract, and ways to give it evidence."""
+
+    def __init__(self, root: Path, operators):
+        self.root, self.operators = root, operators
+        assert cli.run(["case", "new", "toy", "--architecture", "qwen3"]) == 0
+        self.folder = root / "cases" / "toy"
+
+    @property
+    def recipe(self) -> recipes.Recipe:
+        return recipes.load("toy")
+
+    def contract(self) -> Contract:
+        contract = build(self.recipe, self.operators)
+        write(contract, self.recipe.contract_path)
+        return contract
+
+    def statement(self, changed: dict | None = None, **fields):
+        switches = SWITCHES | {"vocabulary": str(self.recipe.config["vocab_size"])}
+        given = {"limits": ["toy"], "happenstance": WHEN, "switches": switches}
+        return evidence.build(
+            self.recipe,
+            Contract.load(self.recipe.contract_path),
+            **(given | rows(self.recipe, changed) | fields),
+        )
+
+    def record(self, changed: dict | None = None, **fields) -> None:
+        evidence.write(self.statement(changed, **fields), self.recipe.evidence_path)
+
+    def bench(self) -> None:
+        row = {"ours": 1.0, "unit": "ms/token", "against": {"name": "stock", "time": 2.0}}
+        row |= {
+            "ratio": 0.5,
+            "target": 2.0,
+            "met": True,
+            "hardware": "toy (x)",
+            "date": "2025-01-01",
+        }
+        works = ("rollout prefill, toy", "trainer score, toy")
+        text = json.dumps([{**row, "work": work} for work in works])
+        (self.root / "cases" / "bench.json").write_text(text)
+
+    def write_up(self) -> None:
+        (self.folder / "recipe.md").write_text(
+            "# toy\n\n| weights | drawn |\n| series | one |\n"
+            "| layouts | two |\n| needs | a core |\n"
+            "\n## Run it\n\n```\nsamebits prove toy\n```\n\n## What is not shown\n\n- Much.\n"
+        )
+        (self.folder / "broke.md").write_text(
+            "# toy\n\n## gemm: rows\n\n- **Cause**: order.\n- **Fix**: a hook.\n"
+            "- **Guard**: `tests/ops/test_gemm.py`.\n"
+        )
+
+
+@pytest.fixture
+def toy(checkout, operators, capsys) -> Toy:
+    made = Toy(checkout, operators)
+    capsys.readouterr()
+    return made

@@ -1,0 +1,128 @@
+"""What a published configuration asks for, region by region."""
+
+import json
+
+import pytest
+
+from samebits.casework import published as reading
+from samebits.errors import Refused
+from samebits.ops import registry
+
+
+def test_a_supported_model_has_no_gap(published, operators):
+    assert reading.gaps(reading.read(published())) == []
+
+
+def test_a_supported_hybrid_has_no_gap(published, hybrid, operators):
+    assert reading.gaps(reading.read(published(hybrid))) == []
+
+
+GAPS = [
+    ({"num_experts": 128}, "moe.combine"),
+    ({"n_routed_experts": 8, "n_shared_experts": 1}, "moe.shared"),
+    ({"kv_lora_rank": 512}, "attention.mla"),
+    ({"index_topk": 2048}, "attention.sparse"),
+    ({"linear_attn_config": {"x": 1}}, "kda.core"),
+    ({"ssm_state_size": 128}, "mamba.core"),
+    ({"layer_types": ["linear_attention", "full_attention"]}, "gdn.core"),
+    ({"sliding_window": 4096}, "attention.window"),
+    ({"layer_types": ["sliding_attention"]}, "attention.window"),
+    ({"attention_bias": True}, "gemm.bias"),
+    ({"model_type": "qwen2"}, "gemm.bias"),
+    ({"hidden_act": "gelu"}, "act.gelu_mul"),
+    ({"rms_norm_eps": None, "layer_norm_eps": 1e-5}, "norm.layer"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "rope.scaled"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope.scaled"),
+    ({"rope_parameters": {"mrope_section": [1, 2]}}, "rope.sections"),
+    ({"partial_rotary_factor": 0.5}, "rope.partial"),
+    ({"final_logit_softcapping": 30.0}, "logits.softcap"),
+    ({"embedding_multiplier": 12.0}, "embedding.scale"),
+    ({"vision_config": {"depth": 2}}, "vision.encoder"),
+    ({"quantization_config": {"bits": 4}}, "gemm.quantized"),
+    ({"attn_output_gate": True}, "attention.gate"),
+    ({"is_encoder_decoder": True}, "attention.cross"),
+]
+
+
+@pytest.mark.parametrize(("changes", "region"), GAPS)
+def test_each_entry_names_the_region_it_needs(published, operators, changes, region):
+    found = reading.gaps(reading.read(published(**changes)))
+    assert region in [gap.region for gap in found]
+    entry = next(iter(changes))
+    assert any(gap.region == region and gap.because for gap in found), entry
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"hidden_act": "swish"},
+        {"logit_scale": 1.0},
+        {"num_experts": 0},
+        {"rope_scaling": {"rope_type": "default"}},
+    ],
+)
+def test_neutral_entries_are_no_gap(published, operators, changes):
+    assert reading.gaps(reading.read(published(**changes))) == []
+
+
+def test_gdn_heads_of_another_size_are_a_gap(published, hybrid, operators):
+    (gap,) = reading.gaps(reading.read(published(hybrid, linear_key_head_dim=64)))
+    assert gap.region == "gdn.core" and "64" in gap.because
+
+
+def test_an_architecture_that_no_engine_hook_knows_is_a_gap_of_its_own(published, operators):
+    config = reading.read(published(architectures=["MistralForCausalLM"], model_type="mistral"))
+    (gap,) = reading.gaps(config)
+    assert gap.region == "engine hooks" and "MistralForCausalLM" in gap.because
+
+
+def test_a_region_without_an_operator_is_a_gap(published, operators):
+    del operators["rope"]
+    assert [gap.region for gap in reading.gaps(reading.read(published()))] == ["rope"]
+
+
+def test_every_region_of_an_architecture_has_a_real_operator():
+    for name in ("llama", "qwen3", "qwen3_5_text"):
+        assert reading.covered(name) == registry.regions_of(name)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"architectures": []}', '{"model_type": "llama"}']
+)
+def test_what_is_no_configuration_is_refused(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(Refused, match="SB0920"):
+        reading.read(path)
+
+
+def test_dimensions_are_those_of_a_recipe(published):
+    path = published()
+    found = reading.dimensions(reading.read(path), path)
+    assert found["rms_norm_eps"] == "1e-05" and found["rope_theta"] == "500000"
+    assert found["eos_token_id"] == 128001 and found["num_hidden_layers"] == 16
+    assert "full_attention_interval" not in found
+
+
+def test_a_dimension_that_is_left_out_is_refused(published):
+    path = published(intermediate_size=None)
+    with pytest.raises(Refused, match="intermediate_size"):
+        reading.dimensions(reading.read(path), path)
+
+
+def test_an_irregular_interval_is_refused(published, hybrid):
+    kinds = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+    path = published(hybrid, layer_types=kinds)
+    with pytest.raises(Refused, match="regular interval"):
+        reading.dimensions(json.loads(path.read_text()), path)
+
+
+def test_other_dimensions_than_published_are_named(published):
+    path = published()
+    config = reading.read(path)
+    mine = reading.dimensions(config, path)
+    assert reading.differences(config, {**mine, "num_hidden_layers": 2}, path) == []
+    assert reading.differences(config, {**mine, "rms_norm_eps": "0.00001"}, path) == []
+    assert len(reading.differences(config, {**mine, "hidden_size": 64}, path)) == 1
+    assert len(reading.differences(config, {**mine, "num_hidden_layers": 17}, path)) == 1
