@@ -1,0 +1,56 @@
+"""Bytes that are counted from dimensions are those of the tensors that engines really hold."""
+
+import math
+
+import pytest
+
+from samebits import recipe as recipes
+from samebits import runtime
+from samebits.casework import memory
+from samebits.hooks.vllm.gdn import state
+from samebits.weights import sources
+
+
+@pytest.mark.parametrize("case", ["qwen3-tiny", "qwen3.5-tiny"])
+def test_parameters_are_those_of_the_model(case, tmp_path):
+    recipe = recipes.load(case)
+    shapes = sources._configure(recipe, tmp_path)
+    counted = sum(math.prod(shape) for shape in shapes.values())
+    assert memory.parameters(recipe.config, qk_norm=True) == counted
+
+
+def test_parameters_of_a_tied_llama():
+    config = recipes.load("smollm2-135m").config
+    assert memory.parameters(config, qk_norm=False) == 134_515_008  # as published
+
+
+def test_ranks_share_all_but_norms():
+    config = recipes.load("qwen3-tiny").config
+    one, two = (memory.parameters(config, True, tp) for tp in (1, 2))
+    norms = config["num_hidden_layers"] * (2 * config["hidden_size"] + 2 * config["head_dim"])
+    norms += config["hidden_size"]
+    assert 2 * (two - norms) == one - norms
+
+
+@pytest.mark.parametrize("case", ["qwen3.5-tiny", "qwen3.5-tiny-cpr"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_states_are_those_of_the_rollout_engine(monkeypatch, case, ranks, aligned):
+    recipe = recipes.load(case)
+    config, schedule = recipe.config, recipe.gdn_schedule
+    monkeypatch.setattr(runtime, "aligned", lambda: aligned)
+    monkeypatch.setattr(state, "schedule", lambda: schedule)
+
+    class Text:
+        def __getattr__(self, name):
+            return config[name]
+
+    counted = memory.state_bytes(config, schedule if aligned else None, ranks)
+    assert counted == 3 * state.page_bytes(Text(), ranks)
+
+
+def test_keys_and_values_of_full_attention_only():
+    dense, hybrid = (recipes.load(case).config for case in ("qwen3-tiny", "qwen3.5-tiny"))
+    assert memory.kv_bytes(dense) == 4 * 2 * 2 * 64 * 2
+    assert memory.kv_bytes(hybrid, tp=2) == 1 * 2 * 1 * 256 * 2
+    assert memory.state_bytes(dense, "chunk_row") == 0
