@@ -16,6 +16,7 @@ class Status:
     tokens       leg -> tokens compared; legs are never summed
     mismatches   leg -> mismatching tokens; leg O is not there, it compares distances, not bits
     not_shown    what the evidence itself says it does not cover
+    reproductions   operators whose second run of this evidence holds
     """
 
     case: str
@@ -25,6 +26,7 @@ class Status:
     stale: list[str]
     not_shown: list[str]
     date: str | None
+    reproductions: int = 0
 
     def legs(self) -> list[str]:
         """One text per leg: `A 0 of 1,320`."""
@@ -59,6 +61,7 @@ def status(case: str) -> Status:
         stale=list(result.stale),
         not_shown=list(predicate["claim"]["not_covered"]),
         date=predicate["environment"]["happenstance"]["finished"][:10],
+        reproductions=result.reproductions,
     )
 
 

@@ -52,10 +52,12 @@ def case_table() -> str:
                 ", ".join(status.legs()) or "-",
                 "; ".join(status.not_shown) or "-",
                 status.date or "-",
+                str(status.reproductions),
             ]
         )
     legend = "\n".join(f"- **{leg}**: {text}" for leg, text in LEGS.items())
-    table = _table(["case", "verdict", "mismatches of tokens, per leg", "not shown", "date"], rows)
+    columns = ["case", "verdict", "mismatches of tokens, per leg", "not shown", "date"]
+    table = _table([*columns, "reproduced"], rows)
     return f"{table}\n\n{legend}"
 
 

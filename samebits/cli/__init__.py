@@ -34,6 +34,7 @@ VERBS = {
     "patch": ("patch", "Build, check, export and compare the patch series."),
     "contract": ("contract", "Build, show, compare and admit a case's contract."),
     "prove": ("prove", "Run the gates of a case and write its evidence."),
+    "reproduce": ("reproduce", "Run a recorded case again and state what came out."),
     "verify": ("evidence", "Recompute the verdict of recorded evidence."),
     "rl": ("rl", "Run a short RL loop and count differing log-probabilities."),
     "case": ("case", "The model cases: status, steps, and a new one."),

@@ -82,6 +82,7 @@ def show(
         "mismatches": found.legs(),
         "stale": found.stale,
         "not shown": found.not_shown,
+        "reproduced": [f"by {found.reproductions} operators"] if found.reproductions else [],
     }
     show_table(
         ("", ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,17 +19,45 @@ def verify(
     target: Annotated[str, typer.Argument(help="Evidence file, or case.", metavar="FILE|CASE")],
     as_json: Json = False,
 ) -> None:
-    """Recompute the verdict of recorded evidence from its counts.
+    """Recompute the verdict of recorded evidence, or of a reproduction, from its counts.
 
-    Exit codes: 0 EQUAL and fresh, 1 DIFFERENT, 2 forged, truncated or of another schema,
-    3 NOT_OBSERVED or STALE, 4 internal error.
+    Exit codes: 0 EQUAL (or REPRODUCED) and fresh, 1 DIFFERENT, 2 forged, truncated or of another
+    schema, 3 NOT_OBSERVED or STALE, 4 internal error.
     """
+    from samebits.evidence import reproduction
     from samebits.evidence import verify as check
 
+    path = Path(target)
+    if path.suffix == ".json" and reproduction.is_one(path):
+        checked = reproduction.check(path)
+        report = checked.as_dict()
+        show = json.dumps(report, indent=2) if as_json else "\n".join(reproduction_lines(report))
+        typer.echo(show)
+        raise typer.Exit(checked.exit_code)
     result = check(target)
     report = result.as_dict()
     typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(_lines(report)))
     raise typer.Exit(result.exit_code)
+
+
+def reproduction_lines(report: dict[str, Any]) -> list[str]:
+    """What a person reads of a reproduction: counts of both runs, reasons, status."""
+    second = {(row["leg"], row["name"]): row for row in report["rerun"]["counts"]}
+    lines = [f"{'leg':<5}{'pair':<36}{'recorded':>20}{'second run':>20}"]
+    for row in report["recorded"]["counts"]:
+        other = second.get((row["leg"], row["name"]))
+        cells = [_count(row), "-" if other is None else _count(other)]
+        lines.append(f"{row['leg']:<5}{row['name']:<36}{cells[0]:>20}{cells[1]:>20}")
+    lines += [f"  - {reason}" for reason in report["reasons"]]
+    lines += [f"  stale: {reason}" for reason in report["stale"]]
+    same = report["recorded"]["platform"] == report["rerun"]["platform"]
+    lines.append(f"  {'the same platform' if same else 'another platform: bits not compared'}")
+    return [*lines, "", f"{report['case']}: {report['status']} by {report['operator']}"]
+
+
+def _count(row: dict[str, Any]) -> str:
+    wrong = "distances" if row["mismatches"] is None else f"{row['mismatches']:,}"
+    return f"{wrong} of {row['tokens']:,}"
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
@@ -38,8 +67,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"{leg:<5}{row['verdict']:<14}{row['tokens']:>10,}{mismatches:>12}")
     lines += [f"  - {reason}" for reason in report["reasons"]]
     lines += [f"  stale: {reason}" for reason in report["stale"]]
-    if not report["reproduced"]:
-        lines.append("  not reproduced by another operator")
+    by = report["reproductions"]
+    lines.append(f"  reproduced by {by} operators" if by else "  not reproduced by anybody")
     return [*lines, "", f"{report['case']}: {report['status']}"]
 
 

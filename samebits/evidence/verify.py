@@ -23,13 +23,17 @@ from samebits.evidence.verdict import DIFFERENT, EQUAL, Judgement, judge, judge_
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of `verify`: recomputed judgement, and what changed since the run."""
+    """Outcome of `verify`: recomputed judgement, and what changed since the run.
+
+    reproductions   operators whose second run of this evidence holds; 0 for a file elsewhere
+    """
 
     path: Path
     statement: Statement
     judgement: Judgement
     legs: dict[str, Judgement]
     stale: tuple[str, ...]
+    reproductions: int = 0
 
     @property
     def status(self) -> str:
@@ -64,7 +68,8 @@ class Result:
             "verdict": self.judgement.verdict,
             "reasons": list(self.judgement.reasons),
             "stale": list(self.stale),
-            "reproduced": bool(predicate["reproductions"]),
+            "reproduced": self.reproductions > 0,
+            "reproductions": self.reproductions,
             "legs": legs,
         }
 
@@ -131,7 +136,8 @@ def _check_sources(statement: Statement, contract: Contract | None) -> None:
         )
 
 
-def _stale(statement: Statement, recipe: recipes.Recipe) -> list[str]:
+def stale_reasons(statement: Statement, recipe: recipes.Recipe) -> list[str]:
+    """What changed since a statement was written; refuses one that leaves something out."""
     predicate = statement.predicate
     reasons = []
     if predicate["verifier"] != VERIFIER:
@@ -203,10 +209,14 @@ def verify(target: str | Path) -> Result:
             hint=f"samebits prove {recipe.case} --record",
         )
     predicate = statement.predicate
+    from samebits.evidence import reproduction  # which checks evidence by this module
+
+    recorded = path.resolve() == recipe.evidence_path.resolve()
     return Result(
         path=path,
         statement=statement,
         judgement=judge(predicate),
         legs=judge_legs(predicate),
-        stale=tuple(_stale(statement, recipe)),
+        stale=tuple(stale_reasons(statement, recipe)),
+        reproductions=reproduction.count(recipe) if recorded else 0,
     )

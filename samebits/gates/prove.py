@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samebits import evidence, faults
+from samebits import evidence, faults, files
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.evidence import DifferenceReport
@@ -105,7 +105,7 @@ class Outcome:
     differences: Sequence[DifferenceReport] = ()
 
 
-def open_run(case: str, size: Size) -> Run:
+def open_run(case: str, size: Size, prefix: str = "") -> Run:
     """Recipe, contract and model of a case; everything missing is prepared or refused."""
     from samebits.weights import sources
 
@@ -113,15 +113,15 @@ def open_run(case: str, size: Size) -> Run:
     contract = Contract.of(recipe)  # refuses before anything is downloaded or started
     model = sources.prepare(recipe)
     options = {k: v for k, v in asdict(size).items() if isinstance(v, int)}
-    return Run(recipe, contract, model, options, size.flag)
+    return Run(recipe, contract, model, options, size.flag, prefix)
 
 
 @contextlib.contextmanager
-def locked_run(case: str, size: Size) -> Iterator[Run]:
+def locked_run(case: str, size: Size, **kept_apart: str) -> Iterator[Run]:
     """`open_run` while no other run of this case works in this checkout (SB0108)."""
     recipe = recipes.load(case)
     with Workspace.find().lock(f"run-{recipe.case}", wait_seconds=0):
-        yield open_run(case, size)
+        yield open_run(case, size, **kept_apart)
 
 
 def prove(case: str, *, quick: bool = False, record: bool = False) -> Outcome:
@@ -129,6 +129,20 @@ def prove(case: str, *, quick: bool = False, record: bool = False) -> Outcome:
     size = Size.of(recipes.load(case), quick=quick, record=record)
     with locked_run(case, size) as run:
         return _prove(run, size, quick, record)
+
+
+def rerun(case: str) -> Outcome:
+    """The recorded run computed afresh, apart from it: nothing recorded is read or written.
+
+    An interrupted one goes on where it was; a finished one is moved aside and never reused.
+    """
+    recipe = recipes.load(case)
+    size = Size.of(recipe, quick=False, record=True)
+    with locked_run(case, size, prefix="rerun-") as run:
+        if (run.folder / recipe.evidence_path.name).exists():
+            files.move_aside(run.folder, "done")
+            run.folder.mkdir()
+        return _prove(run, size, quick=False, record=False)
 
 
 def _prove(run: Run, size: Size, quick: bool, record: bool) -> Outcome:

@@ -33,7 +33,10 @@ class Stage:
 
 
 class Run:
-    """Folder, recipe, contract and model of a run; `flag` is the option that gave it its size."""
+    """Folder, recipe, contract and model of a run; `flag` is the option that gave it its size.
+
+    A `prefix` of the folder's name keeps a run apart from others of the same size and sources.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class Run:
         model: Path,
         options: dict[str, int],
         flag: str = "",
+        prefix: str = "",
     ):
         self.flag = flag
         self.recipe, self.contract, self.model, self.options = recipe, contract, model, options
@@ -58,7 +62,7 @@ class Run:
                 "options": options,
             }
         )
-        self.folder = self.workspace.build / "runs" / recipe.case / key[:16]
+        self.folder = self.workspace.build / "runs" / recipe.case / f"{prefix}{key[:16]}"
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def stage(self, name: str, work: Callable[[], Stage]) -> Stage:

@@ -31,6 +31,7 @@ def test_verbs_are_these():
         "patch",
         "contract",
         "prove",
+        "reproduce",
         "verify",
         "rl",
         "case",
