@@ -7,7 +7,7 @@ CASE ?= smollm2-135m
 CASES := $(patsubst cases/%/contract.json,%,$(wildcard cases/*/contract.json))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-upstream check prove verify clean
+.PHONY: help setup demo test test-slow test-faults test-upstream check prove verify clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,16 +31,20 @@ test: setup ## the test suite
 test-slow: setup ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m "slow and not gpu"
 
+test-faults: setup ## planted faults: each turns a gate red and is followed to its region
+	@$(BIN)/python -m pytest tests/faults
+
 test-upstream: setup ## upstream's own tests of patched code, unmodified against patched
 	@$(BIN)/python scripts/upstream_tests.py
 
-check: setup ## lint, format, types, patch series, contracts, generated pages, wording
+check: setup ## lint, format, types, patch series, contracts, guides, generated pages, wording
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/samebits patch check
 	@for case in $(CASES); do $(BIN)/samebits contract diff $$case || exit; done
 	@$(BIN)/python scripts/patch_index.py --check
 	@$(BIN)/python scripts/pages.py --check
+	@$(BIN)/python scripts/skills.py check
 	@$(BIN)/python scripts/words.py
 
 clean: ## remove build products (never evidence, never edited upstream trees)

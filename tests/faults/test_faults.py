@@ -1,0 +1,117 @@
+"""Every planted fault turns a gate red, in the legs it breaks, and is followed to its region.
+
+What holds today is what is tested: rows of a batch, ranks and recurrent layers are located to the
+token only, a fault of a weight sync to the cached tokens or to the tensor.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from samebits.gates import stages
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+# fault in the trainer -> legs with a mismatch, region of the first difference
+IN_TRAINER = {
+    "norm_rounded_early": ("CF", "norm.rms"),
+    "rope_base_doubled": ("CF", "rope"),
+    "scale_rounded": ("CF", "attention"),
+    "logits_rounded": ("CF", "gemm.lm_head"),
+    "temperature_of_one_side": ("C", "logprob"),
+}
+
+
+@pytest.mark.parametrize("fault", IN_TRAINER)
+def test_a_fault_in_the_trainer(dense, faulty, fault):
+    legs, region = IN_TRAINER[fault]
+    case = faulty(*dense)
+    case.plant(trainer=fault)
+    whole = case.done["rollout_stress"].facts["sequences"]
+    case.done["trainer"] = stages.trainer_score(case.run, whole, layouts=("padded", "packed"))
+    code, shown = case.command("prove", "CASE", "--quick")
+    assert code == 1, shown
+    assert case.legs() == {*legs, "D"}  # every layout of the trainer carries it
+    first = [r for r in case.reports() if r["leg"] == "C"]
+    assert [r["region"] for r in first] == [region, region]
+    assert f"region    {region}" in shown and "DIFFERENT" in shown
+    if region != "logprob":
+        assert first[0]["element_left"]["bits"] != first[0]["element_right"]["bits"]
+        assert " left, " not in first[0]["operands"]["input"]  # what it was given agrees
+
+
+def test_the_command_that_a_report_names_repeats_it(dense, faulty):
+    case = faulty(*dense)
+    case.plant(trainer="norm_rounded_early")
+    code, shown = case.command("prove", "CASE", "--quick", "--locate", "3")
+    assert code == 1, shown
+    assert "leg locate, padded/prefill" in shown and "region    norm.rms" in shown
+    assert "decode/prefill\n" not in shown  # the other engine agrees with itself
+
+
+def test_a_fault_that_depends_on_the_batch(dense, faulty):
+    case = faulty(*dense)
+    case.plant(rollout="k_cut_by_rows")
+    run, whole = case.run, case.done["rollout_stress"].facts["sequences"]
+    own = case.done["stock_rollout"].facts["sequences"]
+    case.done["rollout_plain"] = stages.rollout_plain(run, case.requests, whole, own, 2)
+    code, shown = case.command("prove", "CASE", "--quick")
+    assert code == 1, shown
+    assert case.legs() >= {"A", "B", "C", "F"}
+    found = {r["leg"]: r for r in case.reports()}
+    assert found["C"]["region"] == "gemm.column" and found["C"]["layer"] == 0
+
+
+def test_a_sum_in_rank_order(dense, faulty):
+    case = faulty(*dense)
+    case.plant(trainer="rank_order_sum")
+    whole = case.done["rollout_stress"].facts["sequences"]
+    case.done["trainer_tp2"] = stages.trainer_score(case.run, whole, tp=2)
+    code, shown = case.command("prove", "CASE", "--quick")
+    assert code == 1, shown
+    assert case.legs() == {"D"}
+    # Two pairs hold the layout with two ranks; both name it, and the token.
+    named = [r["comparison"] for r in case.reports()]
+    assert named == ["trainer-tp2/rollout-tp1", "trainer-tp2/rollout-tp2"]
+    assert all(r["position"] > 0 for r in case.reports())
+
+
+def test_a_chunk_that_starts_where_a_slice_starts(hybrid, faulty):
+    from samebits.gates.streams import compare
+
+    case = faulty(*hybrid)
+    whole = case.done["whole"].facts["sequences"]
+    cut = {**stages.SLICED, "max_num_seqs": 4}
+    right = _scores(case, whole, max_num_batched_tokens=1024)
+    sliced = _scores(case, whole, **cut)
+    assert compare(sliced, right).mismatches == 0
+    case.plant(rollout="chunks_from_slices")
+    wrong = compare(_scores(case, whole, **cut), right)
+    assert wrong.mismatches > 0
+    # The first token that differs lies behind the first cut, never in the first chunk.
+    assert wrong.first.position > 64
+
+
+def _scores(case, whole, **settings):
+    from samebits.engines.rollout import RolloutEngine, RolloutSettings
+    from samebits.gates import workload
+
+    changes = {"prefix_caching": False, **settings}
+    with RolloutEngine(RolloutSettings.of(case.run.recipe, case.run.model, **changes)) as engine:
+        return workload.scored(whole, engine.score(whole))
+
+
+def test_a_prefix_cache_that_outlives_its_weights(dense, faulty):
+    case = faulty(*dense)
+    case.plant(rollout="stale_prefix_cache")
+    code, shown = case.command("rl", "CASE", "--steps", "2")
+    assert code == 1, shown
+    assert "SB0906" in shown and "cached tokens after a refit" in shown
+
+
+def test_a_tensor_that_a_sync_left_out(dense, faulty):
+    case = faulty(*dense)
+    case.plant(rollout="unsynced_tensor")
+    code, shown = case.command("rl", "CASE", "--steps", "2")
+    assert code == 2, shown
+    assert "SB0705" in shown and "`model.norm.weight`" in shown
