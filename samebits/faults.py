@@ -69,7 +69,7 @@ def _gdn_decay_doubled() -> None:
 
 
 def _norm_rounded_early() -> None:
-    """RMSNorm rounds 1 / sqrt(...) to bf16 before it multiplies by it (B, C)."""
+    """RMSNorm rounds to bf16 before it applies its weight, not after (B, C)."""
     import torch
 
     from samebits.ops import rms_norm
@@ -77,10 +77,9 @@ def _norm_rounded_early() -> None:
     right = rms_norm.rms_norm
 
     def early(x, weight, eps, zero_centred=False):
-        right(x, weight, eps, zero_centred)  # checks and counts as it would
-        wide, factor = x.float(), weight.float() + float(zero_centred)
-        root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps).bfloat16()
-        return (wide * root * factor).to(x.dtype)
+        plain = right(x, torch.ones_like(weight), eps).float()
+        factor = weight.float() + 1 if zero_centred else weight.float()
+        return (plain * factor).to(x.dtype)
 
     rms_norm.rms_norm = early
 

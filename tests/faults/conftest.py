@@ -68,10 +68,10 @@ class Faulty:
         settings_of, start_trainer = RolloutSettings.of, stages.trainer
 
         def of(*args, **changes):
-            return settings_of(*args, **({"fault": rollout} | changes))
+            return settings_of(*args, **(changes | {"fault": changes.get("fault") or rollout}))
 
         def start(run, **changes):
-            return start_trainer(run, **({"fault": trainer} | changes))
+            return start_trainer(run, **(changes | {"fault": changes.get("fault") or trainer}))
 
         self.patch.setattr(RolloutSettings, "of", of)
         self.patch.setattr(stages, "trainer", start)

@@ -46,14 +46,12 @@ def draw():
 
 def test_a_norm_that_rounds_early(plant, draw):
     x, weight = draw(8, 64), draw(64)
-    ones = torch.ones(64).bfloat16()
-    right = {w: rms_norm.rms_norm(x, w, 1e-6) for w in (weight, ones)}
+    right, plain = (rms_norm.rms_norm(x, w, 1e-6) for w in (weight, torch.ones(64).bfloat16()))
     centred = rms_norm.rms_norm(x, weight, 1e-6, zero_centred=True)
     plant("norm_rounded_early")
-    for w, whole in right.items():  # drawn models have norm weights of one
-        wrong = rms_norm.rms_norm(x, w, 1e-6)
-        assert 0 < bits.compare(wrong, whole).mismatches < whole.numel()
-        assert (wrong.float() / whole.float() - 1).abs().max() < 2**-6  # a rounding, no more
+    wrong = rms_norm.rms_norm(x, weight, 1e-6)
+    assert 0 < bits.compare(wrong, right).mismatches < right.numel()
+    assert bits.equal(wrong, (plain.float() * weight.float()).bfloat16())
     assert not bits.equal(rms_norm.rms_norm(x, weight, 1e-6, zero_centred=True), centred)
 
 
