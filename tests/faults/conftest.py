@@ -8,11 +8,10 @@ it would know nothing of a wrong line in a patch.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
-import random
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,6 @@ class Faulty:
     done: dict[str, Stage]
     patch: pytest.MonkeyPatch
     capsys: pytest.CaptureFixture[str]
-    started: list[str] = field(default_factory=list)
 
     def plant(self, *, rollout: str | None = None, trainer: str | None = None) -> None:
         """Every engine that starts from now on carries the fault of its side."""
@@ -89,6 +87,10 @@ class Faulty:
         code = cli.run([folder if word == "CASE" else word for word in words])
         shown = self.capsys.readouterr()
         return code, shown.out + shown.err
+
+    def keep(self) -> None:
+        """Write what `--locate` reads of an earlier run, for stages that ran in the test."""
+        _keep(self.run, self.requests, self.done)
 
     def legs(self) -> set[str]:
         """Legs with a mismatch in the statement that `samebits prove` wrote."""
@@ -126,12 +128,14 @@ def _open(recipe: recipes.Recipe, folder: Path) -> Run:
         return Run(recipe, Contract.of(recipe), model, {}, " --quick")
 
 
+Healthy = tuple[Run, list, dict[str, Stage]]
+
+
 @pytest.fixture(scope="session")
-def dense(tmp_path_factory) -> tuple[Run, list, dict[str, Stage]]:
-    """Legs A, B, C, D, F of a dense model, all healthy. Only its layouts of two ranks are not run:
-    a healthy one gives the streams of one rank."""
+def dense(tmp_path_factory) -> Healthy:
+    """Legs A, B, C and F of a dense model, all healthy: run, requests, stages."""
     folder = tmp_path_factory.mktemp("dense")
-    legs = {name: ANY for name in "ABCDF"}
+    legs = {name: ANY for name in "ABCF"}
     run = _open(_case(folder / "faults-dense", "qwen3-tiny", DENSE, legs), folder)
     budget = stages.stress(run.recipe)["max_num_batched_tokens"]
     requests = workload.main(run.recipe, run.model, REQUESTS, RESPONSE, budget)
@@ -143,25 +147,34 @@ def dense(tmp_path_factory) -> tuple[Run, list, dict[str, Stage]]:
     done["trainer"] = stages.trainer_score(run, whole, layouts=("padded", "packed"))
     base = workload.CONTROL_BASE
     done["stock_trainer"] = stages.trainer_score(run, own, base=base, arithmetic="stock")
-    one_rank = done["rollout_plain"].streams["batch"]
-    done["rollout_tp2"] = Stage({"score": one_rank}, {})
-    done["trainer_tp2"] = Stage({"padded": done["trainer"].streams["padded"]}, {})
-    done["planted_ranks"] = done["stock_trainer"]
     _keep(run, requests, done)
     return run, requests, done
 
 
 @pytest.fixture(scope="session")
-def hybrid(tmp_path_factory) -> tuple[Run, list, dict[str, Stage]]:
-    """Leg B of a model with Gated DeltaNet layers, schedule cpr: prefill only has run, and stands
-    for the engines that would decode beside the one under test."""
+def ranks(dense, tmp_path_factory) -> Healthy:
+    """Leg D of the dense model. Healthy layouts of two ranks are not run: they give the streams of
+    one rank, which is what the other legs of all cases show."""
+    run, requests, done = dense
+    data = run.recipe.data | {"legs": {**run.recipe.data["legs"], "D": ANY}}
+    wider = copy.copy(run)
+    wider.recipe, wider.folder = replace(run.recipe, data=data), tmp_path_factory.mktemp("ranks")
+    layouts = {
+        "rollout_tp2": Stage({"score": done["rollout_plain"].streams["batch"]}, {}),
+        "trainer_tp2": Stage({"padded": done["trainer"].streams["padded"]}, {}),
+        "planted_ranks": done["stock_trainer"],
+    }
+    _keep(wider, requests, done)
+    return wider, requests, done | layouts
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory) -> Healthy:
+    """A model with Gated DeltaNet layers, schedule cpr, of which nothing has run yet."""
     folder = tmp_path_factory.mktemp("hybrid")
-    base, legs = "qwen3.5-tiny-cpr", {"B": ANY}
-    run = _open(_case(folder / "faults-hybrid", base, HYBRID, legs), folder)
-    requests = workload.main(run.recipe, run.model, REQUESTS, 24, 65)[:REQUESTS]
-    draw = random.Random(5)
-    whole = [[*r.prompt, *(draw.randrange(3, 256) for _ in range(24))] for r in requests]
-    return run, requests, {"whole": Stage({}, {"sequences": whole})}
+    legs = {name: ANY for name in "ABC"}
+    run = _open(_case(folder / "faults-hybrid", "qwen3.5-tiny-cpr", HYBRID, legs), folder)
+    return run, workload.main(run.recipe, run.model, REQUESTS, RESPONSE, 65), {}
 
 
 def _keep(run: Run, requests, done: Mapping[str, Stage]) -> None:
@@ -181,8 +194,3 @@ def faulty(monkeypatch, capsys) -> Callable[..., Faulty]:
         return Faulty(run, requests, dict(done), monkeypatch, capsys)
 
     return of
-
-
-def last_line(text: str) -> str:
-    """Last line of an output that is not empty."""
-    return re.sub(r"\s+", " ", [line for line in text.splitlines() if line.strip()][-1])
