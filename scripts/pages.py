@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the generated parts of README.md from evidence, recorded rows and pins.
+"""Write the generated parts of README.md from evidence, ledgers, recorded rows and pins.
 
     scripts/pages.py            rewrite what stands between `<!-- NAME: generated -->` and its end
     scripts/pages.py --check    change nothing
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from samebits import bench, cases, recipe
+from samebits.casework import steps
 from samebits.errors import NotObserved
 from samebits.patching import pins
 from samebits.patching.workspace import Workspace
@@ -59,6 +60,26 @@ def case_table() -> str:
     columns = ["case", "verdict", "mismatches of tokens, per leg", "not shown", "date"]
     table = _table([*columns, "reproduced"], rows)
     return f"{table}\n\n{legend}"
+
+
+def step_table() -> str:
+    """What each case has shown of the steps to a proven case, and what is put out of scope."""
+    found = {name: steps.progress(name, local=False).states for name in recipe.known_cases()}
+    columns = [dict((state.step, state.state) for state in states) for states in found.values()]
+    rows = [
+        [f"`{step.name}`", step.title, *(column[step.name] for column in columns)]
+        for step in steps.STEPS
+    ]
+    reasons = {
+        (name, state.why): None
+        for name, states in found.items()
+        for state in states
+        if state.state in (steps.OUT, steps.BLOCKED)
+    }
+    table = _table(["step", "shows", *found], rows)
+    return "\n".join(
+        [table, "", *(f"- {name}, not shown: {why}" for name, why in reasons)]
+    ).rstrip()
 
 
 def control_table() -> str:
@@ -146,11 +167,12 @@ def pin_table() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "cases": case_table,
+    "steps": step_table,
     "controls": control_table,
     "bench": bench_table,
     "pins": pin_table,
 }
-PAGES = {"README.md": ("cases", "controls", "bench", "pins")}
+PAGES = {"README.md": ("cases", "steps", "controls", "bench", "pins")}
 
 
 def rendered(text: str, names: tuple[str, ...], page: str) -> str:

@@ -1,0 +1,70 @@
+"""The generated parts of README.md: counts and states come from records, and a change is seen."""
+
+from __future__ import annotations
+
+import sys
+
+import pages
+import pytest
+
+from samebits import cases, recipe
+from samebits.casework import steps
+
+STATUS = cases.Status("toy", "EQUAL", {"B": 12}, {"B": 0}, [], ["CUDA"], "2025-01-01", 2)
+EMPTY = "".join(f"<!-- {name}: generated -->\nold\n<!-- end -->\n" for name in pages.PARTS)
+
+
+@pytest.fixture
+def one_case(monkeypatch, tmp_path):
+    states = tuple(
+        steps.State(s.name, s.title, steps.DONE, "", "", "", "", s.after) for s in steps.STEPS[:-1]
+    )
+    last = steps.STEPS[-1]
+    out = steps.State(last.name, last.title, steps.OUT, "nobody asked", "", "", "", last.after)
+    monkeypatch.setattr(cases, "all_statuses", lambda: [STATUS])
+    monkeypatch.setattr(recipe, "known_cases", lambda: ["toy"])
+    found = steps.Progress("toy", (*states, out), ())
+    monkeypatch.setattr(steps, "progress", lambda name, local: found)
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setitem(pages.PARTS, "controls", lambda: "")
+    (tmp_path / "README.md").write_text(EMPTY)
+    return tmp_path / "README.md"
+
+
+def run(monkeypatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["pages.py", *args])
+    return pages.main()
+
+
+def test_reproductions_are_counted_in_the_case_table(one_case):
+    header, _, row, *_ = pages.case_table().splitlines()
+    assert header.endswith("| reproduced |") and row.endswith("| 2 |")
+
+
+def test_every_step_is_shown_with_what_was_left_out(one_case):
+    text = pages.step_table()
+    assert all(f"| `{step.name}` |" in text for step in steps.STEPS)
+    assert "- toy, not shown: nobody asked" in text
+
+
+def test_an_unrecorded_run_of_this_machine_is_not_shown(one_case, monkeypatch):
+    asked = []
+    real = steps.progress
+
+    def progress(name, *, local=True):
+        asked.append(local)
+        return real(name, local=local)
+
+    monkeypatch.setattr(steps, "progress", progress)
+    pages.step_table()
+    assert asked == [False]
+
+
+def test_a_page_that_differs_is_seen_and_written(one_case, monkeypatch, capsys):
+    assert run(monkeypatch, "--check") == 1
+    assert one_case.read_text() == EMPTY
+    assert "scripts/pages.py" in capsys.readouterr().err
+    assert run(monkeypatch) == 0
+    assert run(monkeypatch, "--check") == 0
+    one_case.write_text(one_case.read_text().replace("| 2 |", "| 3 |"))
+    assert run(monkeypatch, "--check") == 1
