@@ -170,3 +170,14 @@ def test_every_region_has_a_guide():
     table = text[text.index("| region | guide |") :]
     table = table[: table.index("\n\n")]
     assert [region for region in REGIONS if region not in table] == []
+
+
+def test_every_step_of_the_ledger_is_in_the_table_of_steps():
+    from samebits.casework.steps import STEPS
+
+    text = (skills.SKILLS / "add-model" / "SKILL.md").read_text()
+    table = text[text.index("| step | entry | command |") :]
+    table = table[: table.index("\n\n")]
+    rows = [re.split(r", then |, ", row.split(" | ")[0].strip("| ")) for row in table.split("\n")]
+    named = [name for row in rows[2:] for name in row]
+    assert named == [step.name for step in STEPS]
