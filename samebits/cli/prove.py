@@ -28,6 +28,13 @@ def prove(
             help="Compute one sequence of the run alone and say where engines part.",
         ),
     ] = None,
+    pair: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LEFT/RIGHT",
+            help="With --locate: look behind one comparison of the evidence only.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the statement.")] = False,
 ) -> None:
     """Run every leg with its negative control, and judge the counts.
@@ -44,8 +51,15 @@ def prove(
             required="one of them",
             hint=f"samebits prove {word(case)} --record",
         )
+    if pair is not None and locate is None:
+        raise Refused(
+            "SB0926",
+            seen="--pair without --locate",
+            required="the sequence that differs",
+            hint=f"samebits prove {word(case)} --locate 0 --pair {word(pair)}",
+        )
     if locate is not None:
-        raise typer.Exit(_locate(case, locate, quick, record, as_json))
+        raise typer.Exit(_locate(case, locate, pair, quick, record, as_json))
     from samebits import env
     from samebits.evidence.verdict import judge
     from samebits.gates import page
@@ -75,20 +89,22 @@ def prove(
     raise typer.Exit({"EQUAL": 0, "DIFFERENT": 1, "NOT_OBSERVED": 3}[statement.verdict])
 
 
-def _locate(case: str, sequence: int, quick: bool, record: bool, as_json: bool) -> int:
+def _locate(
+    case: str, sequence: int, pair: str | None, quick: bool, record: bool, as_json: bool
+) -> int:
     """Exit code 1 when a pair of arms differs, else 0."""
     from samebits.gates import locate
     from samebits.gates.prove import Size, locked_run
     from samebits.recipe import load
 
     with locked_run(case, Size.of(load(case), quick=quick, record=record)) as run:
-        found = locate.sequence_alone(run, sequence)
+        found = locate.one_sequence(run, sequence, pair)
     if as_json:
         show_json([report.as_dict() for report in found])
     else:
         for report in found:
             print(f"{report}\n")
-        pairs = ", ".join("/".join(pair) for pair in locate.PAIRS)
+        pairs = pair or ", ".join("/".join(arms) for arms in locate.PAIRS)
         print(f"{case}, sequence {sequence}: {len(found)} pairs of {pairs} differ")
     told = any(report.note is None or report.left.bits != "-" for report in found)
     return 1 if told else 3 if found else 0

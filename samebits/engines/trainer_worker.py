@@ -41,7 +41,7 @@ class Worker:
         torch.set_num_threads(threads)
         if runtime.aligned():
             faults.install()
-            trace.install()
+            trace.install(trace.TRAINER)
         self._trainer = Trainer(**options)
         return self.info()
 

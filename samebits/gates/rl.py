@@ -8,8 +8,9 @@ of the response tokens with the trainer's score *and* with the trainer's trainin
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.rollout_wire import Completion, Request
 from samebits.engines.trainer import OptimizerSettings
 from samebits.engines.trainer_batch import TrainBatch
+from samebits.engines.trainer_process import TrainerProcess
 from samebits.errors import Different, Refused
 from samebits.gates import agreement, policy, semantic, stages, tasks
 from samebits.gates.run import Run, Stage, say
@@ -31,6 +33,17 @@ STRIDE = 1000
 _STEPS_AT_MOST = 4
 
 
+@dataclass(frozen=True)
+class Look:
+    """What happens in place of the last step: `at(rollout, trainer, requests of that step)`, while
+    both engines hold the weights of that step. They watch the folders `rollout` and `trainer` for
+    a recording (`samebits.trace`)."""
+
+    rollout: Path
+    trainer: Path
+    at: Callable[[RolloutEngine, TrainerProcess, list[Request]], None]
+
+
 def run_rl(
     run: Run,
     *,
@@ -38,6 +51,7 @@ def run_rl(
     arithmetic: str,
     prompts_per_step: int | None = None,
     refitted_tokens: int = 0,
+    look: Look | None = None,
 ) -> Stage:
     """Streams `rollout` (sampled) and `trainer` (scored), and `steps`: one record for each step.
 
@@ -65,13 +79,18 @@ def run_rl(
         for step in range(1, most + 1)
         for request in _requests(plan[step - 1], settings, step)
     )
-    rollout_settings = RolloutSettings.of(run.recipe, run.model, arithmetic=arithmetic)
+    traces = {side: getattr(look, side) if look else None for side in ("rollout", "trainer")}
+    rollout_settings = RolloutSettings.of(
+        run.recipe, run.model, arithmetic=arithmetic, trace=traces["rollout"]
+    )
     optimizer = OptimizerSettings(lr=float(settings["learning_rate"]))
     streams = {"rollout": Stream(), "trainer": Stream()}
     records: list[dict[str, Any]] = []
     with (
         RolloutEngine(rollout_settings) as engine,
-        stages.trainer(run, arithmetic=arithmetic, optimizer=optimizer) as trainer,
+        stages.trainer(
+            run, arithmetic=arithmetic, optimizer=optimizer, trace=traces["trainer"]
+        ) as trainer,
     ):
         if arithmetic == "aligned":
             _agree(run, engine, trainer)
@@ -79,6 +98,9 @@ def run_rl(
         for step in range(1, most + 1):
             if step > steps and _refitted(records) >= refitted_tokens:
                 break
+            if look is not None and step == steps:
+                look.at(engine, trainer, _requests(plan[step - 1], settings, step))
+                return Stage(streams, {"steps": records})
             record = _step(engine, trainer, plan[step - 1], asked.reward, settings, step, streams)
             record["cache_invalidated"] = dropped > 0 and record["repeated_cached_tokens"] == 0
             if dropped > 0 and record["repeated_cached_tokens"]:

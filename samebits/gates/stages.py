@@ -79,12 +79,11 @@ def rollout_paged(run: Run, requests: Sequence[capsule.Request]) -> Stage:
     return Stage({"decode": workload.decoded(requests, completions)}, facts)
 
 
-def rollout_slices(run: Run, requests: Sequence[capsule.Request]) -> Stage:
-    """Decode of a few requests, one of them after a prefill of nothing but slices of one token.
-
-    That one goes beside fifteen prompts of one token, which decode for as long as its prefill
-    takes and are not compared; the others follow, in whatever slices are left over for them.
-    """
+def one_token_company(
+    requests: Sequence[capsule.Request],
+) -> tuple[int, list[int], list[capsule.Request]]:
+    """The request of `rollout_slices` that gets slices of one token, those that follow it, and the
+    prompts that decode beside it."""
     (chosen,) = (i for i, r in enumerate(requests) if r.tag == "chunk-plus-one")
     others = [i for i in range(len(requests)) if i != chosen][:_FOLLOWERS]
     length = len(requests[chosen].prompt)
@@ -92,6 +91,16 @@ def rollout_slices(run: Run, requests: Sequence[capsule.Request]) -> Stage:
         capsule.Request((3 + i,), 12_000 + i, length, "company")
         for i in range(ONE_TOKEN["max_num_seqs"] - 1)
     ]
+    return chosen, others, company
+
+
+def rollout_slices(run: Run, requests: Sequence[capsule.Request]) -> Stage:
+    """Decode of a few requests, one of them after a prefill of nothing but slices of one token.
+
+    That one goes beside fifteen prompts of one token, which decode for as long as its prefill
+    takes and are not compared; the others follow, in whatever slices are left over for them.
+    """
+    chosen, others, company = one_token_company(requests)
     with RolloutEngine(_settings(run, **ONE_TOKEN)) as engine:
         *_, done = engine.generate(workload.to_engine([*company, requests[chosen]]))
         fired = engine.stats(reset=True)
@@ -119,6 +128,23 @@ def _one_token_slices(fired: Mapping[str, int]) -> int:
     return max(0, 2 * fired["prefill_pieces"] - prefilled - fired["one_token_prompts"])
 
 
+def plain(run: Run, whole: Sequence[Sequence[int]], **changes) -> RolloutSettings:
+    """Settings of an engine without prefix cache that takes 16 of the sequences in one step."""
+    budget = max(sum(len(s) for s in whole[:16]), run.recipe.engine["max_model_len"])
+    pages = max(48, 2 * budget // run.recipe.engine["block_size"])
+    if run.recipe.gdn_schedule is not None:
+        # A state is a page of its own for every layer that keeps one.
+        pages += 16 * run.recipe.config["num_hidden_layers"]
+    return _settings(
+        run,
+        prefix_caching=False,
+        max_num_batched_tokens=budget,
+        max_num_seqs=16,
+        kv_blocks=pages,
+        **changes,
+    )
+
+
 def rollout_plain(
     run: Run,
     requests: Sequence[capsule.Request],
@@ -130,18 +156,7 @@ def rollout_plain(
 
     `extra` (the control capsule's sequences) is scored too, for the oracle leg.
     """
-    budget = max(sum(len(s) for s in whole[:16]), run.recipe.engine["max_model_len"])
-    pages = max(48, 2 * budget // run.recipe.engine["block_size"])
-    if run.recipe.gdn_schedule is not None:
-        # A state is a page of its own for every layer that keeps one.
-        pages += 16 * run.recipe.config["num_hidden_layers"]
-    settings = _settings(
-        run,
-        prefix_caching=False,
-        max_num_batched_tokens=budget,
-        max_num_seqs=16,
-        kv_blocks=pages,
-    )
+    settings = plain(run, whole)
     with RolloutEngine(settings) as engine:
         engine.row_digests(True)
         batch = engine.score(whole)

@@ -141,11 +141,24 @@ def _noted(left: Side) -> DifferenceReport:
 )
 def test_locate_says_which_pairs_differ(workspace, monkeypatch, capsys, reports, code):
     monkeypatch.setattr(prove, "open_run", lambda case, size: types.SimpleNamespace())
-    monkeypatch.setattr(locate, "sequence_alone", lambda run, sequence: reports)
+    asked = []
+
+    def one_sequence(run, sequence, pair):
+        asked.append((sequence, pair))
+        return reports
+
+    monkeypatch.setattr(locate, "one_sequence", one_sequence)
     assert cli.run(["prove", "qwen3-tiny", "--locate", "4"]) == code
     assert f"sequence 4: {len(reports)} pairs of" in capsys.readouterr().out
     assert cli.run(["prove", "qwen3-tiny", "--locate", "4", "--json"]) == code
     assert len(json.loads(capsys.readouterr().out)) == len(reports)
+    assert cli.run(["prove", "qwen3-tiny", "--locate", "4", "--pair", "decode/prefill"]) == code
+    assert asked == [(4, None), (4, None), (4, "decode/prefill")]
+
+
+def test_a_pair_needs_a_sequence(capsys):
+    assert cli.run(["prove", "qwen3-tiny", "--pair", "decode/prefill"]) == 2
+    assert "SB0926" in capsys.readouterr().err
 
 
 def _rl_stage(wrong: int) -> Stage:

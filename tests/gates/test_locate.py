@@ -1,23 +1,19 @@
-"""A differing log-probability is followed down to its region, on real engines too."""
+"""A differing log-probability is followed down to its region; engines are stood in for."""
 
-import contextlib
 import json
-import random
-import shutil
 import types
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from samebits import recipe as recipes
-from samebits.contract import build
 from samebits.errors import Refused
 from samebits.evidence import comparison
-from samebits.gates import capsule, locate
+from samebits.gates import capsule, locate, prove, rl
+from samebits.gates.locate import arms, pairs, refit, reporting
+from samebits.gates.locate.arms import Arm, Arms, Subject
 from samebits.gates.streams import Stream
 from samebits.trace import Call
-from samebits.weights import sources
 
 TOKENS = [5, 6, 7, 8, 9]
 
@@ -34,44 +30,74 @@ def _arm(first_position: int, tokens, seed: int = 0, flip=None):
     stream = Stream()
     stream.add(0, first_position, tokens[first_position:], values[first_position - 1 : 4])
     calls = [
-        Call(0, region, output, {"input": np.arange(5, dtype=np.uint64)})
+        Call(0, region, output, {"input": np.arange(5, dtype=np.uint64)}, np.arange(5))
         for region, output in zip(("norm.rms", "attention"), outputs, strict=True)
     ]
-    return locate.Arm(stream, calls)
+    return Arm(stream, calls)
+
+
+GOOD = _arm(1, TOKENS)
 
 
 def test_equal_arms_have_nothing_to_locate():
-    arms = {"padded": _arm(1, TOKENS), "prefill": _arm(1, TOKENS)}
-    assert locate.pair(arms, "padded", "prefill") == locate.Located(None, None)
+    found = pairs.pair({"padded": GOOD, "prefill": GOOD}, "padded", "prefill")
+    assert found == pairs.Located("padded", "prefill", None, None) and not found.differs
 
 
 def test_the_first_region_in_forward_order_is_named():
-    arms = {"decode": _arm(3, TOKENS), "prefill": _arm(1, TOKENS, flip=(1, 2, 0))}
-    found = locate.pair(arms, "decode", "prefill")
-    assert found.first is not None and found.region is not None
-    assert found.first.position == 3
-    assert (found.region.region, found.region.element) == ("attention", (2, 0))
+    found = {"decode": _arm(3, TOKENS), "prefill": _arm(1, TOKENS, flip=(1, 2, 0))}
+    located = pairs.pair(found, "decode", "prefill")
+    assert located.first is not None and located.region is not None
+    assert located.first.position == 3
+    assert (located.region.region, located.region.element) == ("attention", (2, 0))
 
 
 def test_rows_after_another_sampled_token_are_not_compared():
     changed = [*TOKENS[:3], 1, 2]
-    arms = {"decode": _arm(3, changed, flip=(0, 3, 0)), "prefill": _arm(1, TOKENS)}
-    assert locate.pair(arms, "decode", "prefill") == locate.Located(None, None)
+    found = {"decode": _arm(3, changed, flip=(0, 3, 0)), "prefill": GOOD}
+    assert not pairs.pair(found, "decode", "prefill").differs
 
 
 def test_calls_that_do_not_correspond_are_said_to_be_untraced():
-    one = _arm(1, TOKENS)
-    arms = {"padded": one, "prefill": locate.Arm(one.stream, one.calls[1:])}
-    assert "not traced: call 0" in str(locate.pair(arms, "padded", "prefill").note)
+    found = {"padded": GOOD, "prefill": Arm(GOOD.stream, GOOD.calls[1:])}
+    assert "not traced: call 0" in str(pairs.pair(found, "padded", "prefill").note)
+
+
+def test_a_difference_of_the_batch_is_looked_for_in_the_batch():
+    bad = _arm(1, TOKENS, flip=(0, 1, 2))
+    found = {"decode": GOOD, "prefill": GOOD, "decode-mixed": bad, "prefill-batch": GOOD}
+    located = pairs.search(found, pairs.behind("decode/prefill"), 2)
+    assert (located.left, located.right) == ("decode-mixed", "prefill-batch")
+    assert located.region is not None and located.region.element == (1, 2)
+    found["decode"] = bad  # the smaller pair comes first
+    assert pairs.search(found, pairs.behind("decode/prefill"), 2).left == "decode"
+
+
+def _compared(case, stages_of, run_of, monkeypatch) -> set[str]:
+    from samebits import recipe as recipes
+
+    run = run_of(case)
+    records, _, _ = prove._judge(run, stages_of(recipes.load(case)))
+    return {record["name"] for record in records}
+
+
+@pytest.mark.parametrize("case", ["qwen3-tiny", "smollm2-135m", "qwen3.5-tiny"])
+def test_every_comparison_of_the_evidence_has_arms_behind_it(case, stages_of, run_of, monkeypatch):
+    compared = _compared(case, stages_of, run_of, monkeypatch)
+    assert len(compared) > 5
+    for name in compared:
+        for arm in [arm for pair in pairs.behind(name) or ["none"] for arm in pair]:
+            kind, _, ranks = arm.partition("-tp")
+            assert kind in arms._MAKERS, f"{name}: {arm}"
+            assert not ranks or kind in arms._OF_RANKS
+    assert pairs.behind("decode/other") is None
 
 
 class _FakeRun:
-    options: ClassVar[dict[str, int]] = {}
     flag = ""
 
     class recipe:
         case = "toy"
-        gdn_schedule = None
         engine: ClassVar[dict[str, int]] = {"max_model_len": 16}
 
     model = None
@@ -107,124 +133,133 @@ def _record(leg: str, name: str, sequence: int = 0, position: int = 3):
     )
 
 
-def test_every_mismatching_comparison_gets_a_report(run, monkeypatch):
-    traced = []
+@pytest.fixture
+def computed(monkeypatch):
+    """Arms by name, put in place of engines; every engine that would start is listed."""
+    found, started = {}, []
 
-    def arms(run, request, tokens, *, sequence):
-        traced.append(sequence)
-        assert (list(request.prompt), tokens) == ([5, 6, 7], TOKENS)
-        good, bad = _arm(1, TOKENS), _arm(1, TOKENS, flip=(0, 1, 2))
-        return {"decode": _arm(3, TOKENS), "prefill": good, "padded": bad, "packed": good}
+    def maker(name):
+        def make(subject, *ranks):
+            started.append((name, *ranks))
+            assert (list(subject.request.prompt), subject.tokens) == ([5, 6, 7], TOKENS)
+            suffix = f"-tp{ranks[0]}" if ranks else ""
+            return {name + suffix: found[name + suffix]}
 
-    monkeypatch.setattr(locate, "arms", arms)
+        return make
+
+    for table in (arms._MAKERS, arms._OF_RANKS):
+        for name in list(table):
+            monkeypatch.setitem(table, name, maker(name))
+    return types.SimpleNamespace(found=found, started=started)
+
+
+def test_every_mismatching_comparison_gets_a_report(run, monkeypatch, computed):
+    bad = _arm(1, TOKENS, flip=(0, 1, 2))
+    names = ("decode", "prefill", "packed", "packed-batch", "prefill-batch", "prefill-tp2")
+    computed.found.update(dict.fromkeys(names, GOOD) | {"padded": bad, "padded-tp2": bad})
+    computed.found["decode-mixed"] = _arm(3, TOKENS, flip=(1, 2, 1))
+    refitted = {"decode": _arm(3, TOKENS), "padded": _arm(1, TOKENS, flip=(1, 0, 0))}
+    subject = Subject(run, 2004, TOKENS)
+    monkeypatch.setattr(refit, "arms", lambda run, sequence: (subject, refitted))
     equal = _record("B", "decode/prefill") | {"first_difference": None, "mismatches": 0}
     records = [
         equal,
         _record("C", "trainer-padded/prefill"),
         _record("C", "trainer-packed/prefill"),
-        _record("A", "prefill-alone/prefill-batch"),
+        _record("A", "decode-alone/decode-mixed"),
         _record("D", "trainer-tp2/rollout-tp1"),
-        _record("E", "rollout/trainer-after-refits", sequence=2004),
+        _record("D", "trainer-tp2/rollout-tp2"),
+        _record("E", pairs.REFITS, sequence=2004),
     ]
-    padded, packed, a, d, e = locate.reports(run, records)
-    assert traced == [0]  # once for all
+    padded, packed, a, d, both, e = locate.reports(run, records)
     assert (padded.layer, padded.region, padded.element) == (0, "norm.rms", (1, 2))
-    assert "repeat: samebits prove toy --locate 0" in str(padded)
-    assert "alone, both sides agree" in str(packed)
-    assert "batch" in str(a.note) and "ranks" in str(d.note)
-    assert e.step == 2 and e.command == "samebits rl toy --steps 2"
+    assert (padded.element_left.who, padded.element_right.who) == (
+        "trainer, padded",
+        "rollout, prefill",
+    )
+    one = "repeat: samebits prove toy --locate 0 --pair"
+    assert f"{one} trainer-padded/prefill" in str(padded)
+    assert packed.note == reporting.AGREE and packed.region is None
+    assert (a.region, a.element, a.step) == ("attention", (2, 1), None)
+    assert a.element_right.who == "rollout, decode, mixed"
+    assert d.element_left.who == "trainer, padded, tp2" and both.region == "norm.rms"
+    assert (e.step, e.layer, e.region, e.element) == (2, 0, "attention", (0, 0))
+    assert e.command == f"samebits prove toy --locate 2004 --pair {pairs.REFITS}"
+    assert len(computed.started) == len(set(computed.started))  # every arm once for all
 
 
 def test_an_engine_that_fails_does_not_hide_the_difference(run, monkeypatch):
-    def arms(*_, **__):
+    calls = []
+
+    def fails(subject):
+        calls.append(subject.number)
         raise Refused("SB0512", seen="gone", required="a running engine", hint="samebits doctor")
 
-    monkeypatch.setattr(locate, "arms", arms)
-    (report,) = locate.reports(run, [_record("B", "decode/prefill")])
-    assert "SB0512" in str(report.note) and report.left.bits == "bf800000"
+    monkeypatch.setitem(arms._MAKERS, "decode", fails)
+    found = locate.reports(
+        run, [_record("B", "decode/prefill"), _record("F", "decode-rows/trainer-rows")]
+    )
+    assert all("SB0512" in str(report.note) for report in found)
+    assert found[0].left.bits == "bf800000" and calls == [0]
+    with pytest.raises(Refused, match="SB0512"):  # asked for by hand, it is the answer
+        locate.one_sequence(run, 0)
 
 
-@pytest.fixture
-def hybrid(run, monkeypatch):
-    monkeypatch.setattr(run.recipe, "gdn_schedule", "cpr")
-    return run
+def test_a_trace_that_cannot_be_read_does_not_hide_the_difference(run, monkeypatch):
+    def fails(subject):
+        raise ValueError("the trace holds no row of the sequence")
+
+    monkeypatch.setitem(arms._MAKERS, "decode-mixed", fails)
+    monkeypatch.setitem(arms._MAKERS, "decode", lambda subject: {"decode": GOOD})
+    (report,) = locate.reports(run, [_record("A", "decode-alone/decode-mixed")])
+    assert "no row of the sequence" in str(report.note) and report.position == 3
 
 
-def test_a_hybrid_difference_is_located_to_the_token_at_once(hybrid, monkeypatch):
-    monkeypatch.setattr(locate, "arms", lambda *_, **__: pytest.fail("engines were started"))
-    records = [_record("B", "decode/prefill"), _record("A", "prefill-alone/prefill-batch")]
-    decode, batch = locate.reports(hybrid, records)
-    assert decode.note == locate.FUSED and decode.region is None and decode.position == 3
-    assert "batch" in str(batch.note)  # its own reason comes first
+def test_a_sequence_that_is_not_in_a_batch_has_no_arm_there(run, monkeypatch):
+    monkeypatch.setitem(arms._MAKERS, "decode-batch", lambda subject: {})
+    found = Arms(Subject(run, 17, TOKENS))
+    with pytest.raises(ValueError, match="sequence 17 is not part of decode-batch"):
+        found["decode-batch"]
 
 
-def test_a_hybrid_sequence_alone_is_compared_untraced(hybrid, monkeypatch):
-    started = []
-
-    @contextlib.contextmanager
-    def engine(*args, **options):
-        started.append(options["trace"])
-        yield types.SimpleNamespace(score=lambda *_, **__: None, generate=lambda *_: [])
-
-    good, bad = (_arm(1, TOKENS, flip=flip).stream for flip in (None, (1, 2, 0)))
-    monkeypatch.setattr(locate.RolloutSettings, "of", lambda *_, **options: options)
-    monkeypatch.setattr(locate, "RolloutEngine", lambda settings: engine(**settings))
-    monkeypatch.setattr(locate.stages, "trainer", engine)
-    for name, stream in {"scored": good, "decoded": good, "trained": bad}.items():
-        monkeypatch.setattr(locate.workload, name, lambda *_, stream=stream, **__: stream)
-    found = locate.sequence_alone(hybrid, 0)
-    assert started == [None, None]
-    assert [report.comparison for report in found] == [
-        "padded/prefill",
-        "packed/prefill",
-        "decode/padded",
-    ]
-    assert {(r.note, r.position, r.region) for r in found} == {(locate.FUSED, 3, None)}
+def test_one_sequence_is_compared_in_all_pairs_or_in_one(run, computed):
+    computed.found.update(dict.fromkeys(("decode", "prefill", "packed"), GOOD))
+    computed.found |= {"padded": _arm(1, TOKENS, flip=(1, 3, 0))}
+    found = locate.one_sequence(run, 0)
+    assert [r.comparison for r in found] == ["padded/prefill", "decode/padded"]
+    assert {(r.position, r.region, r.element) for r in found} == {(4, "attention", (3, 0))}
+    computed.started.clear()
+    (again,) = locate.one_sequence(run, 0, "trainer-padded/prefill")
+    assert (again.region, again.element, again.left.who) == ("attention", (3, 0), "trainer, padded")
+    assert computed.started == [("padded",), ("prefill",)]
+    (third,) = locate.one_sequence(run, 0, found[0].comparison)  # as the report says
+    assert third == found[0]
 
 
-def test_reports_are_written_and_an_old_file_goes(tmp_path, run):
+@pytest.mark.parametrize(
+    ("sequence", "pair", "error_id"),
+    [(1, None, "SB0911"), (7, None, "SB0911"), (0, "decode/other", "SB0926")],
+)
+def test_a_sequence_or_pair_that_no_run_has_is_refused(run, sequence, pair, error_id):
+    with pytest.raises(Refused, match=error_id):
+        locate.one_sequence(run, sequence, pair)
+
+
+@pytest.mark.parametrize("sequence", [3, 2009])
+def test_a_sequence_that_the_rl_run_has_not_is_refused(run, monkeypatch, sequence):
+    def run_rl(run, *, steps, arithmetic, look):
+        assert (steps, arithmetic) == (2, "aligned")
+        look.at(None, None, [1, 2])
+
+    monkeypatch.setattr(rl, "run_rl", run_rl)
+    with pytest.raises(Refused, match="SB0911"):
+        locate.one_sequence(run, sequence, pairs.REFITS)
+
+
+def test_reports_are_written_and_an_old_file_goes(tmp_path, run, computed):
+    computed.found.update(dict.fromkeys(("prefill", "prefill-batch"), GOOD))
     path = tmp_path / "difference.json"
     locate.write(locate.reports(run, [_record("A", "prefill-alone/prefill-batch")]), path)
     assert json.loads(path.read_text())[0]["position"] == 3
     locate.write([], path)
     assert not path.exists()
-
-
-@pytest.mark.parametrize("sequence", [1, 7])
-def test_a_sequence_that_no_run_has_is_refused(run, sequence):
-    with pytest.raises(Refused, match="SB0911"):
-        locate.sequence_alone(run, sequence)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """The small case with a contract of the present sources."""
-    folder = tmp_path_factory.mktemp("qwen3-tiny")
-    shutil.copy(recipes.find("qwen3-tiny"), folder)
-    recipe = recipes.load(folder)
-    build.write(build.build(recipe), recipe.contract_path)
-    return recipe, sources.prepare(recipe)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    ("rollout", "trainer", "region"),
-    [("k_cut_by_rows", None, "gemm.column"), (None, "rope_base_doubled", "rope")],
-)
-def test_a_fault_on_one_side_is_found_in_its_region(tiny, rollout, trainer, region):
-    recipe, model = tiny
-    run = types.SimpleNamespace(recipe=recipe, model=model)
-    draw = random.Random(3)
-    request = capsule.Request(tuple(draw.randrange(3, 1024) for _ in range(80)), 5, 4, "x")
-    tokens = [*request.prompt, *(draw.randrange(3, 1024) for _ in range(4))]
-    arms = locate.arms(run, request, tokens, rollout_fault=rollout, trainer_fault=trainer)
-    for layout in ("padded", "packed"):
-        found = locate.pair(arms, layout, "prefill")
-        assert found.first is not None and found.region is not None
-        assert (found.region.layer, found.region.region) == (0, region)
-        assert found.region.left != found.region.right
-        # The calls before it lined up and agreed, and so did what the region was given.
-        assert " left, " not in found.region.operands["input"]
-        assert (" left, " in found.region.operands.get("angles", "")) == (region == "rope")
-    if rollout is None:  # the other engine agrees with itself
-        assert locate.pair(arms, "decode", "prefill") == locate.Located(None, None)

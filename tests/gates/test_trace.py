@@ -1,184 +1,258 @@
-"""Traces: what is recorded, how passes of one sequence are joined, where two sides part."""
+"""Traces: how passes and ranks of one sequence are joined, and where two sides part."""
+
+import itertools
 
 import numpy as np
 import pytest
-import torch
 
 from samebits import trace
 
 HEADS, KV_HEADS, SIZE = 4, 2, 2
-WIDTH = (HEADS + 2 * KV_HEADS) * SIZE
-LAYER = ("norm.rms", "gemm.column", "norm.rms", "rope", "attention", "gemm.row",
-         "norm.rms", "gemm.column", "act.silu_mul", "gemm.row")  # fmt: skip
-
-
-def _forward(tokens: int, layers: int = 2, seed: int = 0):
-    """(region, output) of one forward pass; q/k norm has one row per head."""
-    draw = np.random.default_rng(seed)
-    calls = [("embedding", draw.integers(0, 65536, (tokens, 8)).astype(np.uint16))]
-    for _ in range(layers):
-        for index, region in enumerate(LAYER):
-            rows, width = (tokens * HEADS, SIZE) if index == 2 else (tokens, WIDTH)
-            calls.append((region, draw.integers(0, 65536, (rows, width)).astype(np.uint16)))
-    calls.append(("norm.rms", draw.integers(0, 65536, (tokens, 8)).astype(np.uint16)))
-    calls.append(("gemm.lm_head", draw.integers(0, 1 << 32, (tokens, 9)).astype(np.uint32)))
-    return calls
-
-
-def _write(folder, calls, first=0):
-    folder.mkdir(exist_ok=True)
-    for i, (region, output) in enumerate(calls):
-        operands = {"input": np.arange(len(output), dtype=np.uint64)}
-        if region.startswith("gemm"):
-            operands["weight"] = np.array([7], np.uint64)
-        np.savez(folder / f"{first + i:05d}.{region}.npz", output=output, **operands)
-
-
-def _parts(calls, cut):
-    """The same pass in two parts, as an engine decodes."""
-    heads = [(r, o[: cut * (len(o) // TOKENS)]) for r, o in calls]
-    tails = [(r, o[cut * (len(o) // TOKENS) :]) for r, o in calls]
-    return heads, tails
-
-
+HIDDEN, FFN, VOCAB = 8, 6, 10
+Q, K = HEADS * SIZE, KV_HEADS * SIZE
+CONFIG = {
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": SIZE,
+    "hidden_size": HIDDEN,
+}
 TOKENS = 6
+# (region, widths of the parts that ranks split, 0 for what every rank has)
+LAYER = [
+    ("norm.rms", 0),
+    ("gemm.column", (Q, K, K)),
+    ("norm.rms", (Q,)),
+    ("norm.rms", (K,)),
+    ("rope", (Q,)),
+    ("rope", (K,)),
+    ("attention", (Q,)),
+    ("gemm.row", 0),
+    ("norm.rms", 0),
+    ("gemm.column", (FFN, FFN)),
+    ("act.silu_mul", (FFN,)),
+    ("gemm.row", 0),
+]
+ROLLOUT = trace.Columns(CONFIG, trainer=False)
+TRAINER = trace.Columns(CONFIG, trainer=True)
 
 
-def test_equal_traces_have_no_difference(tmp_path):
-    calls = _forward(TOKENS)
-    _write(tmp_path / "a", calls)
-    _write(tmp_path / "b", calls)
-    a, b = (trace.load(tmp_path / name, TOKENS) for name in "ab")
-    assert trace.first_difference(a, b) is None
+def _forward(layers: int = 2, seed: int = 0):
+    """(region, output, widths of its parts) of one forward pass of the rollout on one rank."""
+    draw = np.random.default_rng(seed)
+
+    def output(width: int, dtype=np.uint16):
+        return draw.integers(0, 65536, (TOKENS, width)).astype(dtype)
+
+    calls = [("embedding", output(HIDDEN), 0)]
+    for _ in range(layers):
+        calls += [(r, output(sum(parts) if parts else HIDDEN), parts) for r, parts in LAYER]
+    return [
+        *calls,
+        ("norm.rms", output(HIDDEN), 0),
+        ("gemm.lm_head", output(VOCAB, np.uint32), (VOCAB,)),
+    ]
 
 
-def test_layers_are_numbered_by_their_row_products(tmp_path):
-    _write(tmp_path / "a", _forward(TOKENS))
-    layers = [(call.region, call.layer) for call in trace.load(tmp_path / "a", TOKENS)]
-    assert layers[0] == ("embedding", None)
-    assert layers[1:11] == [(region, 0) for region in LAYER]
-    assert layers[11:21] == [(region, 1) for region in LAYER]
-    assert layers[21:] == [("norm.rms", None), ("gemm.lm_head", None)]
+def _write(folder, calls, rows=range(TOKENS), step=0):
+    """One pass over some rows of the sequence."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = np.array(rows)
+    for index, (region, output, _) in enumerate(calls):
+        found = {"input": rows.astype(np.uint64), "position": rows}
+        if region.startswith("gemm"):
+            found["weight"] = np.array([7], np.uint64)
+        path = folder / f"{step:04d}-{index:04d}.{region}.npz"
+        np.savez(path, output=output[rows], **found)
 
 
-def test_the_first_difference_names_layer_region_and_element(tmp_path):
-    calls = _forward(TOKENS)
-    _write(tmp_path / "a", calls)
-    changed = calls[15][1].copy()
-    changed[4, 5] ^= 1
-    _write(tmp_path / "b", [*calls[:15], ("attention", changed), *calls[16:]])
-    a, b = (trace.load(tmp_path / name, TOKENS) for name in "ab")
-    found = trace.first_difference(a, b)
-    assert found is not None
-    assert (found.layer, found.region, found.element) == (1, "attention", (4, 5))
-    assert int(found.left, 16) ^ int(found.right, 16) == 1
-    assert (found.differing, found.elements) == (1, TOKENS * WIDTH)
-    assert found.operands == {"input": f"{4:016x}"}
-    assert trace.first_difference(a, b, rows=4) is None  # later tokens are not looked at
+def _changed(calls, index: int, *places: tuple[int, int]):
+    region, output, parts = calls[index]
+    output = output.copy()
+    for place in places:
+        output[place] ^= 1
+    return [*calls[:index], (region, output, parts), *calls[index + 1 :]]
 
 
-def test_decode_steps_are_joined_into_one_pass(tmp_path):
-    calls = _forward(TOKENS)
-    _write(tmp_path / "a", calls)
-    head, tail = _parts(calls, 4)
-    head[-1] = (head[-1][0], head[-1][1][3:])  # a prompt yields the logits of its last row only
-    _write(tmp_path / "b", head)
-    _write(tmp_path / "b", tail, first=len(head))
-    a = trace.load(tmp_path / "a", TOKENS)
-    b = trace.load(tmp_path / "b", TOKENS, first_logits=3)
-    assert trace.first_difference(a, b) is None
-    b[-1].output[0, 0] ^= 1
-    found = trace.first_difference(a, b)
-    assert found is not None
-    assert (found.region, found.element) == ("gemm.lm_head", (3, 0))
-
-
-def test_a_pass_that_runs_ahead_is_left_out(tmp_path):
-    calls = _forward(TOKENS)
-    _write(tmp_path / "a", calls)
-    _write(tmp_path / "a", _forward(1, seed=1)[:4], first=len(calls))
-    assert len(trace.load(tmp_path / "a", TOKENS)[1].output) == TOKENS
-    with pytest.raises(ValueError, match="lacks 2 of 9 tokens"):
-        trace.load(tmp_path / "a", TOKENS + 3)
-
-
-def test_fused_projections_are_brought_into_one_column_order(tmp_path):
-    calls = _forward(TOKENS)
-    order = trace.qkv_order(HEADS, KV_HEADS, SIZE)
-    assert sorted(order) == list(range(WIDTH))
-    # Groups of (q, q, k, v), two columns each: the queries of the second group start at column 8.
-    assert list(order[:8]) == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert list(order[8:]) == [4, 5, 12, 13, 6, 7, 14, 15]
-    _write(tmp_path / "b", calls)
-    for index in (2, 12):
-        stored = np.empty_like(calls[index][1])
-        stored[:, order] = calls[index][1]
-        calls[index] = (calls[index][0], stored)
-    _write(tmp_path / "a", calls)
-    a = trace.load(tmp_path / "a", TOKENS, qkv=order)
-    assert trace.first_difference(a, trace.load(tmp_path / "b", TOKENS)) is None
-
-
-def test_different_call_sequences_are_refused(tmp_path):
-    calls = _forward(TOKENS)
-    _write(tmp_path / "a", calls)
-    _write(tmp_path / "b", [*calls[:4], *calls[5:]])
-    a, b = (trace.load(tmp_path / name, TOKENS) for name in "ab")
-    with pytest.raises(ValueError, match="call 4 is rope of layer 0"):
-        trace.first_difference(a, b)
+def _shards(calls, rank: int, ranks: int = 2):
+    """What one of several ranks holds of every output."""
+    found = []
+    for region, output, parts in calls:
+        ends = np.cumsum([0, *(parts or (output.shape[1],))])
+        pieces = [output[:, a:b] for a, b in itertools.pairwise(ends)]
+        mine = [np.split(p, ranks, axis=1)[rank] for p in pieces] if parts else pieces
+        found.append((region, np.concatenate(mine, axis=1), parts))
+    return found
 
 
 @pytest.fixture
-def recorded(monkeypatch, tmp_path):
-    """Operators with recorders, in a folder that does not exist yet."""
-    import importlib
-
-    for module, functions in trace._TRACED.values():
-        loaded = importlib.import_module(f"samebits.ops.{module}")
-        for name in functions:
-            monkeypatch.setattr(loaded, name, getattr(loaded, name))  # put back afterwards
-    monkeypatch.setenv("SAMEBITS_TRACE", str(tmp_path / "live"))
-    trace.install()
-    return tmp_path / "live"
+def calls():
+    return _forward()
 
 
-def test_calls_are_recorded_while_the_folder_exists(recorded):
-    from samebits.ops import gemm
-    from samebits.plan import ReductionPlan
-
-    x, w = torch.ones(3, 8, dtype=torch.bfloat16), torch.ones(5, 8, dtype=torch.bfloat16)
-    gemm.linear(x, w)
-    recorded.mkdir()
-    gemm.linear(x, w)
-    gemm.row_parallel(x, w, ReductionPlan(2))
-    assert [p.name for p in sorted(recorded.iterdir())] == [
-        "00000.gemm.column.npz",
-        "00001.gemm.row.npz",
-    ]
-    with np.load(recorded / "00000.gemm.column.npz") as found:
-        assert found["output"].tolist() == [[0x4100] * 5] * 3  # 8.0
-        assert found["input"].shape == (3,) and found["weight"].shape == (1,)
+@pytest.fixture
+def whole(tmp_path, calls):
+    _write(tmp_path / "whole", calls)
+    return trace.load(tmp_path / "whole", ROLLOUT)
 
 
-def test_a_fault_is_recorded_as_the_call_that_it_stands_for(monkeypatch, tmp_path):
-    from samebits import faults
-    from samebits.ops import gemm
-
-    for name in ("linear", "row_parallel"):
-        monkeypatch.setattr(gemm, name, getattr(gemm, name))
-    monkeypatch.setattr(trace, "_TRACED", {r: v for r, v in trace._TRACED.items() if "gemm" in r})
-    monkeypatch.setattr(gemm, "lm_head", gemm.lm_head)
-    monkeypatch.setenv("SAMEBITS_FAULT", "k_cut_by_rows")
-    monkeypatch.setenv("SAMEBITS_TRACE", str(tmp_path))
-    faults.install()
-    trace.install()
-    gemm.linear(torch.ones(3, 8, dtype=torch.bfloat16), torch.ones(5, 8, dtype=torch.bfloat16))
-    assert [p.name for p in tmp_path.iterdir()] == ["00000.gemm.column.npz"]
+def test_equal_traces_have_no_difference(tmp_path, calls, whole):
+    _write(tmp_path / "b", calls)
+    assert trace.first_difference(whole, trace.load(tmp_path / "b", ROLLOUT)) is None
 
 
-def test_weights_digest_alike_in_any_order_of_rows():
-    rows = np.random.default_rng(0).integers(0, 65536, (6, 8)).astype(np.uint16)
-    total = trace._row_digests(rows).sum(dtype=np.uint64)
-    assert trace._row_digests(rows[::-1]).sum(dtype=np.uint64) == total
-    rows[2, 3] ^= 1
-    assert trace._row_digests(rows).sum(dtype=np.uint64) != total
+def test_layers_are_numbered_by_their_row_products(whole):
+    layers = [(call.region, call.layer) for call in whole]
+    regions = [region for region, _ in LAYER]
+    assert layers[0] == ("embedding", None)
+    assert layers[1:13] == [(region, 0) for region in regions]
+    assert layers[13:25] == [(region, 1) for region in regions]
+    assert layers[25:] == [("norm.rms", None), ("gemm.lm_head", None)]
+
+
+def test_the_first_difference_names_layer_region_and_element(tmp_path, calls, whole):
+    assert calls[19][0] == "attention"
+    _write(tmp_path / "b", _changed(calls, 19, (4, 5)))
+    b = trace.load(tmp_path / "b", ROLLOUT)
+    found = trace.first_difference(whole, b)
+    assert found is not None
+    assert (found.layer, found.region, found.element) == (1, "attention", (4, 5))
+    assert int(found.left, 16) ^ int(found.right, 16) == 1
+    assert int(found.left, 16) == calls[19][1][4, 5]
+    assert (found.differing, found.elements) == (1, TOKENS * Q)
+    assert found.operands == {"input": f"{4:016x}"}
+    assert trace.first_difference(whole, b, rows=4) is None  # later tokens are not looked at
+
+
+def test_passes_over_parts_of_a_sequence_are_one(tmp_path, calls, whole):
+    _write(tmp_path / "b", calls, range(4))
+    _write(tmp_path / "b", calls[:-1], [4], step=1)  # inside a prompt: no logits
+    _write(tmp_path / "b", calls, [5], step=2)
+    b = trace.load(tmp_path / "b", ROLLOUT)
+    assert trace.first_difference(whole, b) is None
+    b[-1].output[-1, 0] ^= 1
+    found = trace.first_difference(whole, b)
+    assert found is not None
+    assert (found.region, found.element) == ("gemm.lm_head", (5, 0))
+
+
+def test_a_row_that_was_computed_again_is_compared_too(tmp_path, calls, whole):
+    _write(tmp_path / "b", calls)
+    _write(tmp_path / "b", _changed(calls, 8, (2, 1)), range(1, 4), step=1)
+    b = trace.load(tmp_path / "b", ROLLOUT)
+    for left, right in ((whole, b), (b, whole)):
+        found = trace.first_difference(left, right)
+        assert found is not None
+        assert (found.layer, found.region, found.element) == (0, "gemm.row", (2, 1))
+        assert found.differing == 1
+
+
+def test_the_earliest_position_comes_first(tmp_path, calls, whole):
+    changed = _changed(calls, 8, (4, 0), (2, 3))
+    _write(tmp_path / "b", changed, [4, 5])
+    _write(tmp_path / "b", changed, [0, 1, 2, 3], step=1)
+    found = trace.first_difference(trace.load(tmp_path / "b", ROLLOUT), whole)
+    assert found is not None and found.element == (2, 3)
+
+
+def test_sides_without_a_common_position_prove_nothing(tmp_path, calls):
+    _write(tmp_path / "a", calls, [0, 1])
+    _write(tmp_path / "b", calls, [2, 3])
+    a, b = (trace.load(tmp_path / name, ROLLOUT) for name in "ab")
+    with pytest.raises(ValueError, match="no position in common"):
+        trace.first_difference(a, b)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no row of the sequence"):
+        trace.load(tmp_path / "empty", ROLLOUT)
+
+
+def test_different_call_sequences_are_refused(tmp_path, calls, whole):
+    _write(tmp_path / "b", [*calls[:6], *calls[7:]])
+    with pytest.raises(ValueError, match="call 6 is rope of layer 0"):
+        trace.first_difference(whole, trace.load(tmp_path / "b", ROLLOUT))
+    _write(tmp_path / "c", calls)
+    _write(tmp_path / "c", [*calls[:6], *calls[7:]], step=1)
+    with pytest.raises(ValueError, match="passes of one sequence call"):
+        trace.load(tmp_path / "c", ROLLOUT)
+
+
+def test_a_side_that_kept_fp32_is_compared_as_such(tmp_path, calls, whole):
+    region, output, parts = calls[7]
+    wide = output.astype(np.uint32) << 16
+    wide[3, 1] |= 5
+    _write(tmp_path / "b", [*calls[:7], (region, wide, parts), *calls[8:]])
+    found = trace.first_difference(whole, trace.load(tmp_path / "b", ROLLOUT))
+    assert found is not None and (found.element, found.differing) == ((3, 1), 1)
+    assert (found.left, found.right) == (f"{output[3, 1]:04x}", f"{output[3, 1]:04x}0005")
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def test_ranks_are_joined_into_what_one_rank_computes(tmp_path, calls, whole):
+    for rank in range(2):
+        _write(tmp_path / "b" / f"rank{rank}", _shards(calls, rank))
+    b = trace.load(tmp_path / "b", ROLLOUT)
+    assert [call.output.shape for call in b] == [call.output.shape for call in whole]
+    assert trace.first_difference(whole, b) is None
+
+
+def test_a_difference_on_one_rank_is_named_by_its_column_of_the_whole(tmp_path, calls, whole):
+    changed = _changed(calls, 2, (3, Q + K - 1))  # the last column of k, which rank 1 holds
+    for rank in range(2):
+        _write(tmp_path / "b" / f"rank{rank}", _shards(changed, rank))
+    found = trace.first_difference(whole, trace.load(tmp_path / "b", ROLLOUT))
+    assert found is not None
+    assert (found.layer, found.region, found.element) == (0, "gemm.column", (3, Q + K - 1))
+
+
+def test_copies_that_ranks_hold_are_all_compared(tmp_path, calls, whole):
+    _write(tmp_path / "b" / "rank0", _shards(calls, 0))
+    _write(tmp_path / "b" / "rank1", _shards(_changed(calls, 8, (1, 2)), 1))
+    b = trace.load(tmp_path / "b", ROLLOUT)
+    for left, right in ((whole, b), (b, whole), (b, b)):
+        found = trace.first_difference(left, right)
+        assert found is not None
+        assert (found.region, found.element) == ("gemm.row", (1, 2))
+        assert found.operands["weight"] == f"{7:016x}"
+
+
+def test_ranks_of_different_calls_are_refused(tmp_path, calls):
+    _write(tmp_path / "b" / "rank0", _shards(calls, 0))
+    _write(tmp_path / "b" / "rank1", _shards(calls, 1), range(3))
+    with pytest.raises(ValueError, match="ranks made different calls"):
+        trace.load(tmp_path / "b", ROLLOUT)
+
+
+# --- the trainer's fused projection ---------------------------------------------------------------
+
+
+def test_fused_projections_are_brought_into_one_column_order(tmp_path, calls, whole):
+    order = TRAINER.order("gemm.column", first=True, linear=False)
+    assert sorted(order) == list(range(Q + 2 * K))
+    # Groups of (q, q, k, v), two columns each: the queries of the second group start at column 8.
+    assert list(order[:8]) == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert list(order[8:]) == [4, 5, 12, 13, 6, 7, 14, 15]
+    fused = list(calls)
+    for index in (2, 14):
+        region, output, _ = calls[index]
+        stored = np.empty_like(output)
+        stored[:, order] = output
+        fused[index] = (region, stored, (Q + 2 * K,))
+    _write(tmp_path / "one", fused)
+    for rank in range(2):
+        _write(tmp_path / "two" / f"rank{rank}", _shards(fused, rank))
+    for name in ("one", "two"):
+        loaded = trace.load(tmp_path / name, TRAINER)
+        assert trace.first_difference(loaded, whole) is None
+
+
+def test_gates_stand_behind_the_queries_of_their_group_in_the_trainer():
+    linear = {f"linear_{n}": 1 for n in ("num_key_heads", "num_value_heads")}
+    linear |= {f"linear_{n}_head_dim": 2 for n in ("key", "value")}
+    order = trace.Columns(CONFIG | linear, trainer=True).order(
+        "gemm.column", first=True, linear=False
+    )
+    # Groups of (q, q, gate, gate, k, v), two columns each; the rollout has q, gate head by head.
+    assert list(order[:8]) == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert list(order[8:16]) == [12, 13, 16, 17, 14, 15, 18, 19]
+    assert list(order[16:]) == [8, 9, 20, 21, 10, 11, 22, 23]

@@ -1,0 +1,148 @@
+"""Which arms stand behind a comparison of the evidence, and where two of them part."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from samebits import trace
+from samebits.gates.locate.arms import Arm
+from samebits.gates.streams import FirstDifference, Stream, compare
+from samebits.trace import RegionDifference
+
+# Pairs of arms that hold the claim of a case together.
+PAIRS = (("decode", "prefill"), ("padded", "prefill"), ("packed", "prefill"), ("decode", "padded"))
+REFITS = "rollout/trainer-after-refits"
+
+Pairs = Sequence[tuple[str, str]]
+# Comparison -> pairs of arms in which its difference may show, the smallest first.
+_BEHIND: Mapping[str, Pairs] = {
+    "prefill-alone/prefill-batch": [("prefill", "prefill-batch")],
+    "decode-alone/decode-mixed": [("decode", "decode-mixed")],
+    "decode-batch/decode-mixed": [("decode-batch", "decode-mixed")],
+    "decode/prefill": [("decode", "prefill"), ("decode-mixed", "prefill-batch")],
+    "decode-sliced/prefill": [("decode", "prefill"), ("decode-mixed", "prefill-batch")],
+    "decode-paged/prefill": [("decode", "prefill"), ("decode-paged", "prefill-batch")],
+    "decode-one-token-slices/prefill": [
+        ("decode", "prefill"),
+        ("decode-one-token", "prefill-batch"),
+    ],
+    "decode-sliced/decode-paged": [("decode-mixed", "decode-paged")],
+    "trainer-padded/prefill": [
+        ("padded", "prefill"),
+        ("padded", "prefill-batch"),
+        ("padded-batch", "prefill"),
+    ],
+    "trainer-packed/prefill": [
+        ("packed", "prefill"),
+        ("packed", "prefill-batch"),
+        ("packed-batch", "prefill"),
+    ],
+    REFITS: [("decode", "padded"), ("decode-batch", "padded"), ("decode", "padded-batch")],
+    "decode-rows/trainer-rows": [
+        ("decode", "padded"),
+        ("decode-mixed", "padded"),
+        ("decode", "padded-batch"),
+    ],
+    "prefill-rows/packed-trainer-rows": [
+        ("prefill", "packed"),
+        ("prefill-batch", "packed"),
+        ("prefill", "packed-batch"),
+    ],
+}
+
+
+def behind(comparison: str) -> Pairs | None:
+    """Pairs of arms behind a comparison of the evidence, by its name; None for any other name."""
+    layouts = re.fullmatch(r"trainer-tp(\d+)/rollout-tp(\d+)", comparison)
+    if layouts is None:
+        return _BEHIND.get(comparison)
+    trainer, rollout = ("" if tp == "1" else f"-tp{tp}" for tp in layouts.groups())
+    return [(f"padded{trainer}", f"prefill{rollout}")]
+
+
+def names() -> str:
+    """What `behind` knows, for a message."""
+    return ", ".join([*_BEHIND, "trainer-tpN/rollout-tpN"])
+
+
+def who(arm: str) -> str:
+    """An arm in words."""
+    kind, _, among = arm.partition("-")
+    side = "trainer" if kind in ("padded", "packed") else "rollout"
+    return f"{side}, {kind}" + (f", {among.replace('-', ' ')}" if among else "")
+
+
+class Found(Protocol):
+    """Arms by name."""
+
+    def __getitem__(self, name: str, /) -> Arm: ...
+
+
+@dataclass(frozen=True)
+class Located:
+    """Outcome for the pair of arms left and right; first and region are None where all was equal.
+
+    note   why no region was reached
+    """
+
+    left: str
+    right: str
+    first: FirstDifference | None
+    region: RegionDifference | None
+    note: str | None = None
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two arms differ somewhere."""
+        return self.first is not None or self.region is not None
+
+
+def pair(found: Found, left: str, right: str, position: int | None = None) -> Located:
+    """Compare two arms. Rows up to the one that predicts the first token that differs are looked
+    at, or `position` where none does; a response that alone came out otherwise ends them."""
+    try:
+        a, b = found[left], found[right]
+    except ValueError as error:
+        return Located(left, right, None, None, f"not traced: {error}")
+    other = _other_token(a.stream, b.stream)
+    if other is not None:
+        a, b = (Arm(_before(arm.stream, other), arm.calls) for arm in (a, b))
+    first = compare(a.stream, b.stream).first
+    limit = first.position if first else position
+    if other is not None:
+        limit = min(other, limit or other)
+    try:
+        region = trace.first_difference(a.calls, b.calls, limit)
+    except ValueError as error:
+        return Located(left, right, first, None, f"not traced: {error}")
+    return Located(left, right, first, region)
+
+
+def search(found: Found, pairs: Pairs, position: int | None = None) -> Located:
+    """The first of `pairs` that differs, or else the last of those that could be compared."""
+    tried = []
+    for left, right in pairs:
+        tried.append(pair(found, left, right, position))
+        if tried[-1].differs:
+            return tried[-1]
+    compared = [one for one in tried if one.note is None]
+    return (compared or tried)[-1]
+
+
+def _other_token(a: Stream, b: Stream) -> int | None:
+    """First position at which the arms hold different tokens (a sampled response may change)."""
+    left, right = a.columns(), b.columns()
+    _, i, j = np.intersect1d(left["position"], right["position"], return_indices=True)
+    wrong = np.flatnonzero(left["token"][i] != right["token"][j])
+    return int(left["position"][i][wrong[0]]) if wrong.size else None
+
+
+def _before(stream: Stream, position: int) -> Stream:
+    columns = stream.columns()
+    keep = columns["position"] < position
+    return Stream({name: column[keep] for name, column in columns.items()})

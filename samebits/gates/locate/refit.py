@@ -1,0 +1,79 @@
+"""Arms of a sequence of the RL run: the weights that it was sampled with are made again.
+
+An aligned run repeats to the bit, so the steps before are run again, and both engines then hold the
+weights of the step when the sequence is computed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from samebits.engines.rollout import RolloutEngine
+from samebits.engines.rollout_wire import Request
+from samebits.engines.trainer_process import TrainerProcess
+from samebits.errors import Refused
+from samebits.gates import rl
+from samebits.gates.locate.arms import Arm, Recording, Subject
+from samebits.gates.run import Run
+
+
+def arms(run: Run, sequence: int) -> tuple[Subject, dict[str, Arm]]:
+    """decode and padded of the sequence alone, decode-batch and padded-batch beside the others."""
+    step, index = divmod(sequence, rl.STRIDE)
+    if step < 1:
+        raise _refused(run, sequence, "steps from 1")
+    found: list[tuple[Subject, dict[str, Arm]]] = []
+    with tempfile.TemporaryDirectory(prefix="samebits-trace-") as folder:
+        live = Path(folder) / "rollout", Path(folder) / "trainer"
+
+        def look(engine: RolloutEngine, trainer: TrainerProcess, requests: list[Request]) -> None:
+            if index >= len(requests):
+                raise _refused(run, sequence, f"{len(requests)} in step {step}")
+            found.append(_arms(run, sequence, engine, trainer, requests, live))
+
+        rl.run_rl(run, steps=step, arithmetic="aligned", look=rl.Look(*live, look))
+    return found[0]
+
+
+def _refused(run: Run, sequence: int, there: str) -> Refused:
+    return Refused(
+        "SB0911",
+        seen=f"sequence {sequence}, and {there}",
+        required=f"step * {rl.STRIDE} + sample, of the RL run",
+        hint=f"samebits rl {run.recipe.case}",
+    )
+
+
+def _arms(
+    run: Run,
+    sequence: int,
+    engine: RolloutEngine,
+    trainer: TrainerProcess,
+    requests: Sequence[Request],
+    live: tuple[Path, Path],
+) -> tuple[Subject, dict[str, Arm]]:
+    index = sequence % rl.STRIDE
+    request = requests[index]
+    sampled = engine.generate(requests)
+    whole = [[*r.prompt, *c.tokens] for r, c in zip(requests, sampled, strict=True)]
+    subject = Subject(run, sequence, whole[index])
+    rollout, scorer = (
+        Recording(path, subject.columns(trainer=trains))
+        for path, trains in zip(live, (False, True), strict=True)
+    )
+    found = {}
+    for name, batch, place in (("decode-batch", requests, index), ("decode", [request], 0)):
+        engine.reset_prefix_cache()  # what is cached would not be computed, and not recorded
+        with rollout.of(subject.tokens):
+            done = engine.generate(batch)[place]
+        found[name] = Arm(subject.decoded(request, done), rollout.calls())
+    for name, sequences, place in (
+        ("padded-batch", whole, index),
+        ("padded", [subject.tokens], 0),
+    ):
+        with scorer.of(subject.tokens):
+            scores = trainer.score(sequences, layout="padded")
+        found[name] = Arm(subject.trained(scores, place), scorer.calls())
+    return subject, found

@@ -1,0 +1,316 @@
+"""The recorder inside an engine's process: it wraps the public operators and writes their calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from samebits import bits
+from samebits.trace import rows as sequences
+from samebits.trace.columns import widened
+
+_WANTED = "sequence.npy"
+_DIGEST_ROWS = 4096  # rows of a weight that are digested at one time
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is recorded of an operator: module below `samebits`, functions, places of operands.
+
+    inputs   arguments with one row per token, digested together
+    weights  arguments that all tokens share
+    """
+
+    module: str
+    functions: tuple[str, ...]
+    inputs: tuple[int, ...] = (0,)
+    weights: tuple[int, ...] = ()
+
+
+REGIONS = {
+    "embedding": Region("ops.embedding", ("lookup",), weights=(1,)),
+    "norm.rms": Region("ops.rms_norm", ("rms_norm",), weights=(1,)),
+    "gemm.column": Region("ops.gemm", ("linear",), weights=(1,)),
+    "gemm.row": Region("ops.gemm", ("row_parallel",), weights=(1,)),
+    "rope": Region("ops.rotary", ("apply",)),
+    "attention": Region("ops.attention", ("paged", "varlen")),
+    "attention.gate": Region("ops.output_gate", ("output_gate",), inputs=(0, 1)),
+    "act.silu_mul": Region("ops.silu_mul", ("silu_mul",)),
+    "gdn.conv": Region("ops.conv1d", ("advance", "varlen"), weights=(1,)),
+    "gdn.l2_norm": Region("ops.l2_norm", ("l2_norm",)),
+    "gdn.gate": Region("ops.gdn_gate", ("gate",), inputs=(0, 1), weights=(2, 3)),
+    "gdn.core": Region("ops.gdn", ("advance", "varlen"), inputs=(0, 1, 2, 3, 4)),
+    "norm.gated": Region("ops.gated_rms_norm", ("gated_rms_norm",), inputs=(0, 1), weights=(2,)),
+    "gemm.lm_head": Region("ops.gemm", ("lm_head",), weights=(1,)),
+}
+# Regions that see a padded batch sequence by sequence; the others see [tokens, batch, features].
+_BY_SEQUENCE = (
+    *("embedding", "attention", "norm.gated"),
+    *("gdn.conv", "gdn.l2_norm", "gdn.gate", "gdn.core"),
+)
+# Regions of which every rank is given its columns of one row: digests of the parts add up.
+_BY_COLUMNS = ("gemm.row", "norm.rms", "norm.rms_zero_centred", "rope", "attention")
+# In the trainer the row-parallel product is wrapped where ranks meet, so that a fault that takes
+# the place of the operator there is recorded as its call.
+TRAINER = {"gemm.row": Region("hooks.megatron.linear", ("row_product",), weights=(1,))}
+
+
+def start(folder: Path, tokens: Sequence[int]) -> None:
+    """Make the folder that an engine watches: from now on it records the sequence `tokens`."""
+    draft = folder.with_name(f"{folder.name}.draft")
+    draft.mkdir()
+    np.save(draft / _WANTED, np.asarray(tokens, np.int64))
+    os.replace(draft, folder)
+
+
+def install(regions: dict[str, Region] | None = None) -> None:
+    """Wrap the operators of this process when SAMEBITS_TRACE names a folder; idempotent.
+
+    `regions` replaces some of `REGIONS`. Call it after planted faults are installed, so that what a
+    fault returns is what is recorded.
+    """
+    folder = os.environ.get("SAMEBITS_TRACE")
+    if not folder:
+        return
+    recorder = _Recorder(Path(folder))
+    for name, region in (REGIONS | (regions or {})).items():
+        module = importlib.import_module(f"samebits.{region.module}")
+        for function in region.functions:
+            original = getattr(module, function)
+            if not hasattr(original, "traced"):
+                setattr(module, function, recorder.wrap(original, name, region, function))
+
+
+@dataclass
+class _Pass:
+    """One forward pass over a batch of `batch` padded sequences, or over rows without padding.
+
+    ids    one row of the pass for each, sequence by sequence
+    rows   those of the sequence; None until attention says which rows are whose
+    """
+
+    ids: np.ndarray
+    batch: int
+    number: int
+    calls: int = 0
+    waiting: list[tuple[str, dict[str, np.ndarray]]] = field(default_factory=list)
+    pieces: list[sequences.Piece] = field(default_factory=list)
+    rows: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    normed: Any = None  # output of the latest norm: the last one goes to the output layer
+    projected: set[int] = field(default_factory=set)  # rows that the output layer had
+
+    def of(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Where a call of a region has `rows`: token by token, if the batch is padded."""
+        if self.batch == 1 or name in _BY_SEQUENCE:
+            return rows
+        length = len(self.ids) // self.batch
+        return rows % length * self.batch + rows // length
+
+
+class _Recorder:
+    """Writes the outermost calls of one process; calls of one operator by another are inside."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._inside = folder, False
+        self._key: tuple[int, int] | None = None
+
+    def wrap(self, function: Callable, name: str, region: Region, called: str) -> Callable:
+        """`function`, recorded as `name`; its module knows it as `called`."""
+
+        @functools.wraps(function)
+        def traced(*args, **kwargs):
+            if self._inside or not self._watched():
+                return function(*args, **kwargs)
+            self._inside = True
+            try:
+                output = function(*args, **kwargs)
+                zero_centred = name == "norm.rms" and kwargs.get("zero_centred")
+                shown = "norm.rms_zero_centred" if zero_centred else name
+                with contextlib.suppress(FileNotFoundError):  # the driver has what it wants
+                    self._see(shown, region, called, args, output)
+            finally:
+                self._inside = False
+            return output
+
+        traced.traced = True  # type: ignore[attr-defined]
+        return traced
+
+    def _watched(self) -> bool:
+        """Whether a recording is on; a new one starts afresh."""
+        wanted = self._folder / _WANTED
+        try:
+            found = wanted.stat()
+            if self._key != (found.st_ino, found.st_mtime_ns):
+                self._finder = sequences.Finder(np.load(wanted))
+                self._pass: _Pass | None = None
+                self._passes, self._weights = 0, dict[tuple, int]()
+                self._key = found.st_ino, found.st_mtime_ns
+        except FileNotFoundError:
+            self._key = None
+            return False
+        return True
+
+    def _see(self, name: str, region: Region, called: str, args: tuple, output: Any) -> None:
+        if name == "embedding":
+            ids = bits.int_view(args[0]).astype(np.int64)
+            self._pass = _Pass(ids.ravel(), len(ids) if ids.ndim > 1 else 1, self._passes)
+            self._passes += 1
+        step = self._pass
+        if step is None:  # a pass that began before the recording
+            return
+        if name == "gemm.lm_head":
+            self._output_layer(step, region, args, output)
+            return
+        if name == "attention" and step.rows is None:
+            self._locate(step, called, args)
+        if name.startswith("norm.rms"):
+            step.normed = output
+        if step.rows is None:
+            whole = np.arange(len(step.ids))
+            step.waiting.append((name, self._found(name, region, args, output, whole)))
+        elif len(step.rows):
+            rows = step.of(name, step.rows)
+            self._write(step, name, self._found(name, region, args, output, rows))
+
+    def _locate(self, step: _Pass, called: str, args: tuple) -> None:
+        """Learn the rows of the sequence, and write what came before."""
+        if called == "paged":
+            block_size = args[1].shape[1]
+            step.pieces = sequences.paged(args[3], args[4], args[5], block_size)
+        else:
+            block_size = 1
+            step.pieces = sequences.packed(args[3])
+        step.rows, step.positions = self._finder.find(step.ids, step.pieces, block_size)
+        for name, found in step.waiting if len(step.rows) else ():
+            rows = step.of(name, step.rows)
+            mine = {k: v if k == "weight" else v[rows] for k, v in found.items()}
+            self._write(step, name, mine)
+        step.waiting.clear()
+
+    def _output_layer(self, step: _Pass, region: Region, args: tuple, output: Any) -> None:
+        if step.rows is None or step.positions is None or not len(step.rows):
+            return
+        at = _projected(step, _row_digests(_rows(args[0], args[0].numel() // args[0].shape[-1])))
+        mine = np.flatnonzero(np.isin(at, step.rows))
+        if not len(mine):
+            return
+        found = self._found("gemm.lm_head", region, args, output, mine, tokens=len(at))
+        order = np.argsort(step.rows, kind="stable")
+        positions = step.positions[order][np.searchsorted(step.rows[order], at[mine])]
+        self._write(step, "gemm.lm_head", found, positions)
+
+    def _found(
+        self,
+        name: str,
+        region: Region,
+        args: tuple,
+        output: Any,
+        rows: np.ndarray,
+        *,
+        tokens: int | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Copies of the rows `rows` of a call that has `tokens` of them (default: of the pass)."""
+        assert self._pass is not None
+        tokens = tokens or len(self._pass.ids)
+        outputs = output if isinstance(output, tuple) else (output,)
+        values = np.concatenate(widened([_rows(part, tokens)[rows] for part in outputs]), axis=1)
+        inputs = [_rows(args[i], tokens)[rows].astype(np.uint64) for i in region.inputs]
+        given = np.concatenate(inputs, axis=1)
+        found = {"output": values, "input": _row_digests(given)}
+        if region.weights:
+            found["weight"] = self._weights_of(name, region, args)
+        rank = _rank()
+        if rank is not None and name in _BY_COLUMNS:
+            found["input.part"] = _row_digests(given, rank * given.shape[1])
+            if name == "gemm.row":
+                first = rank * args[1].shape[-1]
+                found["weight.part"] = self._weights_of(name, region, args, first)
+        if name == "rope":
+            found["angles"] = _row_digests(_rows(args[2][args[1].long()], tokens)[rows])
+        return found
+
+    def _write(self, step: _Pass, name: str, found: dict[str, np.ndarray], positions=None) -> None:
+        folder = self._folder
+        rank = _rank()
+        if rank is not None:
+            folder = folder / f"rank{rank}"
+            folder.mkdir(exist_ok=True)
+        where = step.positions if positions is None else positions
+        path = folder / f"{step.number:04d}-{step.calls:04d}.{name}.npz"
+        np.savez(path, position=where, **found)  # type: ignore[arg-type]
+        step.calls += 1
+
+    def _weights_of(self, name: str, region: Region, args: tuple, column: int = 0) -> np.ndarray:
+        """Digest of a call's weights that does not depend on the order of their rows."""
+        parts = [self._weight(name, args[i], column) for i in region.weights]
+        return np.array(parts, np.uint64).sum(dtype=np.uint64, keepdims=True)
+
+    def _weight(self, name: str, weight: Any, column: int) -> int:
+        key = (weight.data_ptr(), tuple(weight.shape), column)
+        if key not in self._weights:
+            view = bits.int_view(weight)
+            by_head = name == "gdn.gate"  # ranks split heads: each value is a row of its own
+            view = view.reshape(-1, 1 if by_head else view.shape[-1])
+            parts = (
+                _row_digests(view[i : i + _DIGEST_ROWS], column).sum(dtype=np.uint64)
+                for i in range(0, len(view), _DIGEST_ROWS)
+            )
+            self._weights[key] = int(np.array(list(parts), np.uint64).sum(dtype=np.uint64))
+        return self._weights[key]
+
+
+def _projected(step: _Pass, digests: np.ndarray) -> np.ndarray:
+    """Rows of the pass that a call of the output layer was given, by what the last norm returned.
+
+    An engine that samples projects the last row of every piece; scores are computed for rows that
+    follow each other, sequence by sequence. ValueError for rows that the last norm did not return.
+    """
+    whole = np.arange(len(step.ids))
+    normed = _row_digests(_rows(step.normed, len(whole)))[step.of("norm.rms", whole)]
+    ends = np.array([piece.row + piece.count - 1 for piece in step.pieces])
+    if np.array_equal(normed[ends], digests):
+        return ends
+    places: dict[int, list[int]] = {}
+    for row, digest in enumerate(normed.tolist()):
+        places.setdefault(digest, []).append(row)
+    found: list[int] = []
+    for digest in digests.tolist():
+        # Requests with one prompt have equal rows: each is taken once, together with its others.
+        free = [row for row in places.get(digest, ()) if row not in step.projected]
+        if not free:
+            raise ValueError("the output layer was given rows that the last norm did not return")
+        following = found[-1] + 1 if found else -1
+        found.append(following if following in free else free[0])
+        step.projected.add(found[-1])
+    return np.array(found)
+
+
+def _rank() -> int | None:
+    """Rank of this process among several, None where it is the only one."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.get_rank()
+
+
+def _rows(x: Any, tokens: int) -> np.ndarray:
+    return bits.int_view(x).reshape(tokens, -1)
+
+
+def _row_digests(rows: np.ndarray, column: int = 0) -> np.ndarray:
+    """uint64 [n]: digest of each row of an integer view [n, F], whose columns are counted from
+    `column`. Digests of parts of a row add up to that of the row."""
+    with np.errstate(over="ignore"):
+        places = np.arange(column + 1, column + rows.shape[1] + 1, dtype=np.uint64)
+        seed = bits.splitmix64(places * bits.GOLDEN)
+        return bits.splitmix64(seed ^ rows.astype(np.uint64)).sum(axis=1, dtype=np.uint64)
