@@ -91,6 +91,13 @@ def test_nothing_is_overwritten(checkout, capsys):
     assert ledger.read_text() == "mine"
 
 
+def test_an_empty_folder_is_left_alone(checkout, capsys):
+    (checkout / "cases" / "fresh").mkdir()
+    assert new("fresh", "--architecture", "llama") == 2
+    assert "SB0915" in capsys.readouterr().err
+    assert list((checkout / "cases" / "fresh").iterdir()) == []
+
+
 def test_a_dangling_link_is_not_overwritten(checkout, capsys):
     (checkout / "cases" / "fresh").symlink_to(checkout / "nowhere")
     assert new("fresh", "--architecture", "llama") == 2

@@ -106,6 +106,16 @@ def test_refits_have_to_happen(whole, capsys):
     assert found["states"]["refit"] == "waiting" and found["states"]["backward"] == "not observed"
 
 
+def test_a_recipe_that_asks_for_no_refit_does_not_show_one(whole, capsys):
+    path = whole.folder / "recipe.yaml"
+    asked = "hazards: [optimizer_step, refit, prefix_cache_invalidated]"
+    path.write_text(path.read_text().replace(asked, "hazards: [optimizer_step]"))
+    whole.contract()
+    whole.record()
+    found = status(capsys, 3)
+    assert found["states"]["backward"] == "done" and found["states"]["refit"] == "not observed"
+
+
 def test_a_changed_recipe_makes_legs_stale(whole, capsys):
     path = whole.folder / "recipe.yaml"
     path.write_text(path.read_text().replace("A: {tokens: 400", "A: {tokens: 399"))
