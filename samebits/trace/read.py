@@ -85,8 +85,8 @@ def _contents(files) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
 
 def _end_to_end(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {
-        name: parts[0][name] if name == "weight" else np.concatenate([p[name] for p in parts])
-        for name in parts[0]
+        name: value if name.startswith("weight") else np.concatenate([p[name] for p in parts])
+        for name, value in parts[0].items()
     }
 
 

@@ -7,18 +7,20 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from samebits import bits
+from samebits.trace import digests, passes
 from samebits.trace import rows as sequences
 from samebits.trace.columns import widened
+from samebits.trace.digests import rows_of
+from samebits.trace.passes import Pass
 
 _WANTED = "sequence.npy"
-_DIGEST_ROWS = 4096  # rows of a weight that are digested at one time
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,6 @@ REGIONS = {
     "norm.gated": Region("ops.gated_rms_norm", ("gated_rms_norm",), inputs=(0, 1), weights=(2,)),
     "gemm.lm_head": Region("ops.gemm", ("lm_head",), weights=(1,)),
 }
-# Regions that see a padded batch sequence by sequence; the others see [tokens, batch, features].
-_BY_SEQUENCE = (
-    *("embedding", "attention", "norm.gated"),
-    *("gdn.conv", "gdn.l2_norm", "gdn.gate", "gdn.core"),
-)
 # Regions of which every rank is given its columns of one row: digests of the parts add up.
 _BY_COLUMNS = ("gemm.row", "norm.rms", "norm.rms_zero_centred", "rope", "attention")
 # In the trainer the row-parallel product is wrapped where ranks meet, so that a fault that takes
@@ -87,33 +84,6 @@ def install(regions: dict[str, Region] | None = None) -> None:
             original = getattr(module, function)
             if not hasattr(original, "traced"):
                 setattr(module, function, recorder.wrap(original, name, region, function))
-
-
-@dataclass
-class _Pass:
-    """One forward pass over a batch of `batch` padded sequences, or over rows without padding.
-
-    ids    one row of the pass for each, sequence by sequence
-    rows   those of the sequence; None until attention says which rows are whose
-    """
-
-    ids: np.ndarray
-    batch: int
-    number: int
-    calls: int = 0
-    waiting: list[tuple[str, dict[str, np.ndarray]]] = field(default_factory=list)
-    pieces: list[sequences.Piece] = field(default_factory=list)
-    rows: np.ndarray | None = None
-    positions: np.ndarray | None = None
-    normed: Any = None  # output of the latest norm: the last one goes to the output layer
-    projected: set[int] = field(default_factory=set)  # rows that the output layer had
-
-    def of(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Where a call of a region has `rows`: token by token, if the batch is padded."""
-        if self.batch == 1 or name in _BY_SEQUENCE:
-            return rows
-        length = len(self.ids) // self.batch
-        return rows % length * self.batch + rows // length
 
 
 class _Recorder:
@@ -151,7 +121,7 @@ class _Recorder:
             found = wanted.stat()
             if self._key != (found.st_ino, found.st_mtime_ns):
                 self._finder = sequences.Finder(np.load(wanted))
-                self._pass: _Pass | None = None
+                self._pass: Pass | None = None
                 self._passes, self._weights = 0, dict[tuple, int]()
                 self._key = found.st_ino, found.st_mtime_ns
         except FileNotFoundError:
@@ -162,7 +132,7 @@ class _Recorder:
     def _see(self, name: str, region: Region, called: str, args: tuple, output: Any) -> None:
         if name == "embedding":
             ids = bits.int_view(args[0]).astype(np.int64)
-            self._pass = _Pass(ids.ravel(), len(ids) if ids.ndim > 1 else 1, self._passes)
+            self._pass = Pass(ids.ravel(), len(ids) if ids.ndim > 1 else 1, self._passes)
             self._passes += 1
         step = self._pass
         if step is None:  # a pass that began before the recording
@@ -181,7 +151,7 @@ class _Recorder:
             rows = step.of(name, step.rows)
             self._write(step, name, self._found(name, region, args, output, rows))
 
-    def _locate(self, step: _Pass, called: str, args: tuple) -> None:
+    def _locate(self, step: Pass, called: str, args: tuple) -> None:
         """Learn the rows of the sequence, and write what came before."""
         if called == "paged":
             block_size = args[1].shape[1]
@@ -192,14 +162,16 @@ class _Recorder:
         step.rows, step.positions = self._finder.find(step.ids, step.pieces, block_size)
         for name, found in step.waiting if len(step.rows) else ():
             rows = step.of(name, step.rows)
-            mine = {k: v if k == "weight" else v[rows] for k, v in found.items()}
+            mine = {k: v if k.startswith("weight") else v[rows] for k, v in found.items()}
             self._write(step, name, mine)
         step.waiting.clear()
 
-    def _output_layer(self, step: _Pass, region: Region, args: tuple, output: Any) -> None:
+    def _output_layer(self, step: Pass, region: Region, args: tuple, output: Any) -> None:
         if step.rows is None or step.positions is None or not len(step.rows):
             return
-        at = _projected(step, _row_digests(_rows(args[0], args[0].numel() // args[0].shape[-1])))
+        at = passes.projected(
+            step, digests.of_rows(rows_of(args[0], args[0].numel() // args[0].shape[-1]))
+        )
         mine = np.flatnonzero(np.isin(at, step.rows))
         if not len(mine):
             return
@@ -222,23 +194,23 @@ class _Recorder:
         assert self._pass is not None
         tokens = tokens or len(self._pass.ids)
         outputs = output if isinstance(output, tuple) else (output,)
-        values = np.concatenate(widened([_rows(part, tokens)[rows] for part in outputs]), axis=1)
-        inputs = [_rows(args[i], tokens)[rows].astype(np.uint64) for i in region.inputs]
+        values = np.concatenate(widened([rows_of(part, tokens)[rows] for part in outputs]), axis=1)
+        inputs = [rows_of(args[i], tokens)[rows].astype(np.uint64) for i in region.inputs]
         given = np.concatenate(inputs, axis=1)
-        found = {"output": values, "input": _row_digests(given)}
+        found = {"output": values, "input": digests.of_rows(given)}
         if region.weights:
             found["weight"] = self._weights_of(name, region, args)
         rank = _rank()
         if rank is not None and name in _BY_COLUMNS:
-            found["input.part"] = _row_digests(given, rank * given.shape[1])
+            found["input.part"] = digests.of_rows(given, rank * given.shape[1])
             if name == "gemm.row":
                 first = rank * args[1].shape[-1]
                 found["weight.part"] = self._weights_of(name, region, args, first)
         if name == "rope":
-            found["angles"] = _row_digests(_rows(args[2][args[1].long()], tokens)[rows])
+            found["angles"] = digests.of_rows(rows_of(args[2][args[1].long()], tokens)[rows])
         return found
 
-    def _write(self, step: _Pass, name: str, found: dict[str, np.ndarray], positions=None) -> None:
+    def _write(self, step: Pass, name: str, found: dict[str, np.ndarray], positions=None) -> None:
         folder = self._folder
         rank = _rank()
         if rank is not None:
@@ -255,43 +227,12 @@ class _Recorder:
         return np.array(parts, np.uint64).sum(dtype=np.uint64, keepdims=True)
 
     def _weight(self, name: str, weight: Any, column: int) -> int:
+        """`digests.of_weight`, taken once in a recording."""
         key = (weight.data_ptr(), tuple(weight.shape), column)
         if key not in self._weights:
-            view = bits.int_view(weight)
-            by_head = name == "gdn.gate"  # ranks split heads: each value is a row of its own
-            view = view.reshape(-1, 1 if by_head else view.shape[-1])
-            parts = (
-                _row_digests(view[i : i + _DIGEST_ROWS], column).sum(dtype=np.uint64)
-                for i in range(0, len(view), _DIGEST_ROWS)
-            )
-            self._weights[key] = int(np.array(list(parts), np.uint64).sum(dtype=np.uint64))
+            by_value = name == "gdn.gate"  # ranks split heads, and one head has one value
+            self._weights[key] = digests.of_weight(weight, column, by_value=by_value)
         return self._weights[key]
-
-
-def _projected(step: _Pass, digests: np.ndarray) -> np.ndarray:
-    """Rows of the pass that a call of the output layer was given, by what the last norm returned.
-
-    An engine that samples projects the last row of every piece; scores are computed for rows that
-    follow each other, sequence by sequence. ValueError for rows that the last norm did not return.
-    """
-    whole = np.arange(len(step.ids))
-    normed = _row_digests(_rows(step.normed, len(whole)))[step.of("norm.rms", whole)]
-    ends = np.array([piece.row + piece.count - 1 for piece in step.pieces])
-    if np.array_equal(normed[ends], digests):
-        return ends
-    places: dict[int, list[int]] = {}
-    for row, digest in enumerate(normed.tolist()):
-        places.setdefault(digest, []).append(row)
-    found: list[int] = []
-    for digest in digests.tolist():
-        # Requests with one prompt have equal rows: each is taken once, together with its others.
-        free = [row for row in places.get(digest, ()) if row not in step.projected]
-        if not free:
-            raise ValueError("the output layer was given rows that the last norm did not return")
-        following = found[-1] + 1 if found else -1
-        found.append(following if following in free else free[0])
-        step.projected.add(found[-1])
-    return np.array(found)
 
 
 def _rank() -> int | None:
@@ -301,16 +242,3 @@ def _rank() -> int | None:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.get_rank()
-
-
-def _rows(x: Any, tokens: int) -> np.ndarray:
-    return bits.int_view(x).reshape(tokens, -1)
-
-
-def _row_digests(rows: np.ndarray, column: int = 0) -> np.ndarray:
-    """uint64 [n]: digest of each row of an integer view [n, F], whose columns are counted from
-    `column`. Digests of parts of a row add up to that of the row."""
-    with np.errstate(over="ignore"):
-        places = np.arange(column + 1, column + rows.shape[1] + 1, dtype=np.uint64)
-        seed = bits.splitmix64(places * bits.GOLDEN)
-        return bits.splitmix64(seed ^ rows.astype(np.uint64)).sum(axis=1, dtype=np.uint64)

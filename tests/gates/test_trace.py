@@ -196,6 +196,21 @@ def test_ranks_are_joined_into_what_one_rank_computes(tmp_path, calls, whole):
     assert trace.first_difference(whole, b) is None
 
 
+def test_digests_of_what_ranks_hold_are_added(tmp_path, calls):
+    for rank in range(2):
+        folder = tmp_path / f"rank{rank}"
+        _write(folder, _shards(calls, rank), range(4))
+        _write(folder, _shards(calls, rank), range(4, TOKENS), step=1)
+        for path in folder.glob("*.gemm.row.npz"):
+            found = dict(np.load(path))
+            parts = {"input.part": found["input"] + 1, "weight.part": found["weight"] + 1}
+            found |= {"input": found["input"] + rank, "weight": found["weight"] + rank}
+            np.savez(path, **found, **{k: v.astype(np.uint64) for k, v in parts.items()})
+    (product, *_) = (c for c in trace.load(tmp_path, ROLLOUT) if c.region == "gemm.row")
+    assert product.operands["weight"].tolist() == [8 + 8]
+    assert product.operands["input"].tolist() == [2 * (row + 1) for row in range(TOKENS)]
+
+
 def test_a_difference_on_one_rank_is_named_by_its_column_of_the_whole(tmp_path, calls, whole):
     changed = _changed(calls, 2, (3, Q + K - 1))  # the last column of k, which rank 1 holds
     for rank in range(2):

@@ -9,7 +9,7 @@ import torch
 from samebits import faults, trace
 from samebits.ops import rotary, samples
 from samebits.plan import ReductionPlan
-from samebits.trace import record
+from samebits.trace import digests, record
 
 HEADS, SIZE, HIDDEN, VOCAB, BLOCK = 2, 16, 32, 24, 4
 CONFIG = {
@@ -192,7 +192,7 @@ def test_padded_sequences_are_taken_apart(operators):
     trace.start(operators, WANTED)
     model.step([(WANTED, 0, [1, 2])])
     alone = operators.rename(operators.with_name("alone"))
-    batch = [[*OTHER, 0, 0], WANTED, OTHER[:2] + [0] * 5]
+    batch = [tokens + [0] * (9 - len(tokens)) for tokens in (OTHER, WANTED, OTHER[:2])]
     trace.start(operators, WANTED)
     model.padded(batch)
     padded = operators.rename(operators.with_name("padded"))
@@ -205,10 +205,10 @@ def test_padded_sequences_are_taken_apart(operators):
 
 def test_weights_digest_alike_in_any_order_of_rows():
     rows = np.random.default_rng(0).integers(0, 65536, (6, 8)).astype(np.uint16)
-    total = record._row_digests(rows).sum(dtype=np.uint64)
-    assert record._row_digests(rows[::-1]).sum(dtype=np.uint64) == total
+    total = digests.of_rows(rows).sum(dtype=np.uint64)
+    assert digests.of_rows(rows[::-1]).sum(dtype=np.uint64) == total
     rows[2, 3] ^= 1
-    assert record._row_digests(rows).sum(dtype=np.uint64) != total
+    assert digests.of_rows(rows).sum(dtype=np.uint64) != total
 
 
 def test_digests_of_parts_add_up_to_that_of_the_row(operators, monkeypatch):
