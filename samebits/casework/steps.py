@@ -142,6 +142,9 @@ def _intake(case: Case) -> Found:
     if problems:
         return Found(OPEN, "; ".join(problems))
     layers = case.recipe.config["num_hidden_layers"]
+    interval = case.recipe.config.get("full_attention_interval", 1)
+    if layers < interval:
+        return Found(OPEN, f"{layers} layers, none with full attention: {interval} have one")
     source = f"of {PUBLISHED}" if path.is_file() else f"of the recipe; there is no {PUBLISHED}"
     return Found(DONE, f"{case.recipe.architecture}, {layers} layers with the dimensions {source}")
 

@@ -146,13 +146,12 @@ def show_status(
     of one case: 0 every step done or out of scope, 1 evidence shows a difference, 2 a file is
     refused, 3 something is open. Without a case the exit code is 0.
     """
-    from samebits import recipe as recipes
     from samebits.casework import steps
 
     if case is None:
         _all_progress(as_json)
         return
-    found = steps.progress(recipes.load(case).case if "/" not in case else case)
+    found = steps.progress(case)
     if as_json:
         show_json(found.as_dict())
         raise typer.Exit(found.exit_code)

@@ -98,6 +98,8 @@ def judge(recorded: Mapping[str, Any], rerun: Mapping[str, Any]) -> tuple[str, l
     if rerun["verdict"] != recorded["verdict"]:
         reason = f"the second run is {rerun['verdict']}, the recorded one {recorded['verdict']}"
         (missing if rerun["verdict"] == NOT_OBSERVED else different).append(reason)
+    if recorded["verdict"] == NOT_OBSERVED:
+        missing.append("the recorded run shows too little to be reproduced")
     if rerun["inputs"] != recorded["inputs"]:
         missing.append("the second run had other inputs")
     rows = [

@@ -161,6 +161,13 @@ def test_a_recipe_that_leaves_the_published_model_is_open_again(checkout, publis
     assert found["next"] == {"step": "intake", "command": "samebits plan toy"}
 
 
+def test_a_hybrid_without_full_attention_is_open(checkout, published, hybrid, capsys):
+    args = ["--config", str(published(hybrid)), "--layers", "3"]
+    assert cli.run(["case", "new", "toy", *args]) == 0
+    found = status(capsys, 3)
+    assert found["states"]["intake"] == "open" and "full attention" in found["steps"][0]["why"]
+
+
 def test_a_layout_that_heads_do_not_allow_is_open(toy, capsys):
     path = toy.folder / "recipe.yaml"
     path.write_text(path.read_text().replace("rollout_tp: [1, 2]", "rollout_tp: [1, 4]"))

@@ -89,6 +89,12 @@ def test_a_second_run_that_shows_too_little_reproduces_nothing(first, again):
     assert made(first, again("B", row={"hazards": {}})).verdict == "NOT_OBSERVED"
 
 
+def test_nothing_that_was_not_observed_is_reproduced(again):
+    weak = {"hazards": {}}
+    done = made(again("B", row=weak), again("B", row=weak, happenstance=LATER | {"host": "b"}))
+    assert done.verdict == "NOT_OBSERVED"
+
+
 def test_a_comparison_that_did_not_run_again_reproduces_nothing(first, again, make_rows, recipe):
     rows = [row for row in make_rows(recipe) if row["name"] != "trainer-tp2/rollout-tp2"]
     done = made(first, again(comparisons=rows))
