@@ -38,7 +38,7 @@ VERBS = {
     "verify": ("evidence", "Recompute the verdict of recorded evidence."),
     "rl": ("rl", "Run a short RL loop and count differing log-probabilities."),
     "case": ("case", "The model cases: status, steps, and a new one."),
-    "plan": ("plan", "Say which layouts of a model are admissible, and what they take."),
+    "plan": ("plan", "Say which layouts of a model a contract can cover."),
     "bench": ("bench", "Run the benchmarks, or show the recorded rows."),
     "measure": ("measure", "Say how far two dumps of log-probabilities are apart."),
     "doctor": ("doctor", "Check this machine before a job."),
