@@ -86,8 +86,9 @@ def chunked(
 
     page   tokens between two states that the prefix cache keeps
     Lengths: one token, a chunk and one token off, a page and a few tokens less (so that the
-    response crosses its end), two identical prompts with different seeds, and a prefix of two pages
-    that is shared with the first request.
+    response crosses its end), two identical prompts with different seeds, a prefix of two pages
+    that is shared with the first request, and two pages and a few tokens less, several times: one
+    that loses its pages has left a state behind, and goes on from that.
     """
     draw = random.Random(seed)
 
@@ -111,6 +112,8 @@ def chunked(
         ("page-minus-five", ids(page - 5)),
         ("one-page", ids(page)),
     ]
+    longest = max_model_len - max_tokens - 1
+    corner += [(f"two-pages-minus-{n}", ids(min(2 * page - n, longest))) for n in range(2, 8)]
     while len(corner) < count:
         corner.append(("random", ids(draw.randrange(2, page + chunk))))
     return _requests(corner[:count], seed, max_tokens)

@@ -81,8 +81,9 @@ class Size:
     def of(cls, recipe: Recipe, *, quick: bool, record: bool) -> Size:
         """The size that the options of `samebits prove` ask for."""
         if quick and recipe.gdn_schedule is not None:
-            # Pages of states are large: a short response never needs one that is not there.
-            return replace(cls.quick(), response=24)
+            # Pages of states are large: a short response never needs one that is not there, and
+            # a request has to hold two of them when it is preempted.
+            return replace(cls.quick(), requests=20, response=24)
         if quick:
             return cls.quick()
         if not record:
@@ -534,7 +535,10 @@ def _leg_b_of_states(book: _Book, done: Mapping[str, Stage]) -> None:
         "decode-paged/prefill",
         "Decode that starts from cached states equals prefill of the same tokens.",
         compare(pages, prefill),
-        hazards={"prefix_hit": paged["prefix_hit_requests"]},
+        hazards={
+            "prefix_hit": paged["prefix_hit_requests"],
+            "resumed_from_state": paged["resumed_from_state"],
+        },
     )
     book.add(
         "B",

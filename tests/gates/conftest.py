@@ -100,7 +100,10 @@ def stages_of(make):
             done["trainer_tp2"] = Stage({"padded": make.stream()}, {})
             done["planted_ranks"] = Stage({"padded": make.stream(seed=6)}, {})
         if recipe.gdn_schedule is not None:
-            fired = {"hazards": {"prefix_hit_requests": 1}, "one_token_slices": 1}
+            fired = {
+                "hazards": {"prefix_hit_requests": 1, "resumed_from_state": 1},
+                "one_token_slices": 1,
+            }
             done["rollout_paged"] = Stage({"decode": make.stream(PROMPT)}, fired)
             done["rollout_slices"] = Stage({"decode": make.stream(PROMPT, only=range(3))}, fired)
             swapped = make.stream(base=control, seed=600)

@@ -151,6 +151,7 @@ def test_a_chunked_capsule_has_the_corners_of_chunks_and_pages():
     assert requests[0] is first and len(first.prompt) > 2 * 256
     assert len(shared) == 2 and all(first.prompt[:512] == r.prompt[:512] for r in shared)
     assert len({r.prompt for r in (first, *shared)}) == 3
+    assert [length[f"two-pages-minus-{n}"] for n in (2, 7)] == [510, 505]
     a, b = (requests[i] for i in capsule.TWINS)
     assert a.prompt == b.prompt and a.seed != b.seed and len(requests) == 20
     assert all(len(r.prompt) + r.max_tokens < 1024 for r in requests)

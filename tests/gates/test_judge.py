@@ -113,6 +113,7 @@ def hybrid(run_of, stages_of):
     [
         *(("rollout_stress", name) for name in prove._IN_SLICES),
         ("rollout_paged", "prefix_hit"),
+        ("rollout_paged", "resumed_from_state"),
         ("rollout_slices", "one_token_slice"),
     ],
 )
