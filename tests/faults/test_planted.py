@@ -14,6 +14,7 @@ from samebits.plan import ReductionPlan
 
 WRAPPED = {
     "norm_rounded_early": ((rms_norm, "rms_norm"),),
+    "norm_rounded_by_rows": ((rms_norm, "rms_norm"),),
     "scale_rounded": ((attention, "paged"), (attention, "varlen")),
     "logits_rounded": ((gemm, "lm_head"),),
     "temperature_of_one_side": ((logprob, "log_softmax"), (logprob, "selected")),
@@ -53,6 +54,15 @@ def test_a_norm_that_rounds_early(plant, draw):
     assert 0 < bits.compare(wrong, right).mismatches < right.numel()
     assert bits.equal(wrong, (plain.float() * weight.float()).bfloat16())
     assert not bits.equal(rms_norm.rms_norm(x, weight, 1e-6, zero_centred=True), centred)
+
+
+def test_a_norm_that_rounds_early_where_it_has_rows(plant, draw):
+    x, weight = draw(8, 64), draw(64)
+    right = rms_norm.rms_norm(x, weight, 1e-6)
+    plant("norm_rounded_by_rows")
+    alone = torch.cat([rms_norm.rms_norm(row[None], weight, 1e-6) for row in x])
+    assert bits.equal(alone, right)
+    assert bits.compare(rms_norm.rms_norm(x, weight, 1e-6), right).mismatches > 0
 
 
 def test_a_scale_that_was_rounded(plant, draw):
