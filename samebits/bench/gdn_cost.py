@@ -122,12 +122,13 @@ def _scan(of: Layer, raw: bool) -> Cost:
     return Cost(2 * c * of.square + c * c * v, read, written)
 
 
-def _rows(of: Layer) -> Cost:
-    """Outputs by the chunk form."""
+def _rows(of: Layer, native: bool) -> Cost:
+    """Outputs by the chunk form; those of chunk_row are fp32, by scores of two parts."""
     c, v = of.chunk, of.value_dim
     read = 4 * c * of.keys + 4 * c + 2 * c * v + 2 * of.square
     scores = c * c * of.key_dim * of.tiles(tiles.ROWS.columns)
-    return Cost(scores + c * c * v + c * of.square, read, 2 * c * v)
+    parts, width = (1, 2) if native else (2, 4)
+    return Cost(scores + parts * c * c * v + c * of.square, read, width * c * v)
 
 
 def _recur(of: Layer) -> Cost:
@@ -157,9 +158,9 @@ def _gradients(of: Layer) -> Cost:
 def prefill(form: str, of: Layer) -> Cost:
     """Per token and value head, forms of `PREFILL`."""
     passes = {
-        "native chunk": (_fold_into_t(of), _native_scan(of), _rows(of)),
+        "native chunk": (_fold_into_t(of), _native_scan(of), _rows(of, native=True)),
         "cpr": (_scan(of, raw=True), _recur(of)),
-        "chunk_row": (_scan(of, raw=False), _rows(of)),
+        "chunk_row": (_scan(of, raw=False), _rows(of, native=False)),
     }[form]
     return sum(passes, _prepare(of)).times(1 / of.chunk)
 
@@ -173,7 +174,9 @@ def train(form: str, of: Layer) -> Cost:
 
 def decode(form: str, of: Layer) -> Cost:
     """Per token and value head, forms of `DECODE`; the mean over a chunk, its closing included."""
-    once = Cost(0, 4 * of.keys + 2 * of.value_dim + 8, 2 * of.value_dim)  # q, k, v, g, beta; o
+    width = 4 if form == "chunk_row" else 2
+    # q, k, v, g, beta; o
+    once = Cost(0, 4 * of.keys + 2 * of.value_dim + 8, width * of.value_dim)
     if form.startswith("native"):
         state = of.square * (4 if "fp32" in form else 2)
         return once + Cost(3 * of.square, state, state)
@@ -204,8 +207,8 @@ def _decode_chunk_row(i: int, of: Layer) -> Cost:
     c, v = of.chunk, of.value_dim
     first = i // of.block * of.block
     reached = (i + 16) // 16 * 16  # `cpu.py` multiplies keys in vectors of 16
-    work = 2 * of.keys * reached + 2 * of.square + _inverse_row(i, of) + 2 * (i + 1) * v
-    handed = 4 * c  # the rows of T and of the scores, bf16
+    work = 2 * of.keys * reached + 2 * of.square + _inverse_row(i, of) + 3 * (i + 1) * v
+    handed = 6 * c  # the row of T, bf16, and that of the scores, fp32
     kept = i * (2 * of.keys + 4) + first * 2 * c + (i - first) * 4 * c
     again = 4 * of.keys + 8  # q, k, beta, gamma_i
     read = kept + again + handed + 4 * of.square + i * 4 * v

@@ -247,3 +247,39 @@ def test_probe_and_served_count():
     bound = registry.implementations()["gdn.conv"]
     assert bound.probe() == bound.probe() != 0 and len(bound.content_hash()) == 64
     assert registry.served() == {"gdn.conv": 8}
+
+
+def test_the_first_channels_may_stay_unrounded():
+    x, weight = samples.bf16((200, 40), 1), samples.bf16((40, 4), 2, -3, 2)
+    rounded, exact = conv1d.varlen(x, weight, starts_of([200])), reference.unrounded(x, weight)
+    for count in (1, 7, 16, 39):
+        wide, y = conv1d.varlen(x, weight, starts_of([200]), exact=count)
+        assert wide.dtype == torch.float32 and same(wide, exact[:, :count])
+        assert same(y, rounded[:, count:])
+        window, slots = garbage(2, 4, 40), torch.tensor([1])
+        parts = [
+            conv1d.advance(
+                x[a:b], weight, window, slots, starts_of([b - a]), torch.tensor([a]), exact=count
+            )
+            for a, b in ((0, 1), (1, 64), (64, 200))
+        ]
+        for whole, cut in zip((wide, y), zip(*parts, strict=True), strict=True):
+            assert same(torch.cat(cut), whole)
+    for count in (0, 40):
+        shapes = [part.shape for part in conv1d.varlen(x, weight, starts_of([200]), exact=count)]
+        assert shapes == [(200, count), (200, 40 - count)]
+    for count in (-1, 41):
+        with pytest.raises(Refused, match="SB0421"):
+            conv1d.varlen(x, weight, starts_of([200]), exact=count)
+
+
+def test_gradients_of_unrounded_channels_are_those_of_rounded_ones():
+    x, weight = samples.bf16((50, 24), 1), samples.bf16((24, 4), 2, -3, 2)
+    grad, found = samples.bf16((50, 24), 3, -3, 3), []
+    for count in (0, 10):
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        wide, y = conv1d.varlen(*leaves, starts_of([20, 30]), exact=count)
+        found.append(
+            torch.autograd.grad([wide, y], leaves, [grad[:, :count].float(), grad[:, count:]])
+        )
+    assert all(same(a, b) for a, b in zip(*found, strict=True))

@@ -145,3 +145,30 @@ def test_probe_and_served_count():
 def test_any_shape_and_range_equals_the_reference(rows, n, low, seed):
     x, z, w = operands(rows, n, seed, low, low + 3)
     assert same(gated_rms_norm(x, z, w, EPS), reference.gated_rms_norm(x, z, w, EPS))
+
+
+@pytest.mark.parametrize("n", [15, 83, 128])
+def test_wide_rows_are_used_as_they_are(n):
+    _, z, w = operands(64, n, 1)
+    x = samples.fp32((64, n), 4, -3, 3)
+    out = gated_rms_norm(x, z, w, EPS, wide=True)
+    assert same(out, reference.gated_rms_norm(x, z, w, EPS))
+    narrow = x.bfloat16()
+    assert not same(out, gated_rms_norm(narrow, z, w, EPS))
+    assert same(
+        gated_rms_norm(narrow.float(), z, w, EPS, wide=True), gated_rms_norm(narrow, z, w, EPS)
+    )
+
+
+def test_wide_rows_have_wide_gradients_and_no_other_dtype_is_taken():
+    _, z, w = operands(9, 64, 1)
+    x = samples.fp32((9, 64), 4, -3, 3).requires_grad_()
+    grad = samples.bf16((9, 64), 5, -3, 3)
+    gated_rms_norm(x, z, w, EPS, wide=True).backward(grad)
+    x64 = x.detach().double().requires_grad_()
+    truth(x64, z.double(), w.double()).backward(grad.double())
+    assert x.grad.dtype == torch.float32
+    assert (x.grad - x64.grad).abs().max() <= x64.grad.abs().max() * 1e-5
+    for wrong in (x.bfloat16(), x.double()):
+        with pytest.raises(Refused, match="SB0420"):
+            gated_rms_norm(wrong, z, w, EPS, wide=True)

@@ -128,7 +128,7 @@ def test_decoding_multiplies_what_the_model_says(monkeypatch, schedule):
     state = [torch.zeros((1, *shape), dtype=dtype) for _, shape, dtype in spec]
     state[0].normal_(generator=torch.Generator().manual_seed(1))
     wanted, final = oracle.recurrence([q, k, v, g, beta], [0, of.chunk], 0.25, state[0].clone())
-    o = torch.zeros_like(v)
+    o = torch.zeros_like(v, dtype=gdn.OUTPUTS[schedule])
     plain = PlainKernels(of.chunk, of.block)
     plain.env[f"_{schedule}"](
         *(jit.as_numpy(x).reshape(-1) for x in (q, k, v, g, beta, o)),

@@ -73,9 +73,10 @@ def launches():
         triton_backward.gradients(k, k, v, g, g, None, starts, 0.1, v)
         flat, one = v.reshape(tokens, -1), torch.zeros(1, 3, heads * size).bfloat16()
         weight = torch.zeros(heads * size, 4).bfloat16()
-        conv1d.launch(flat, weight, one, slots, starts, context)
-        l2_norm.launch(k, 1e-6)
-        gated_rms_norm.launch(v, v, torch.zeros(size).bfloat16(), 1e-6)
+        conv1d.launch(flat, weight, one, slots, starts, context, size)
+        l2_norm.launch(k.float(), 1e-6, torch.bfloat16)
+        for x in (v, v.float()):
+            gated_rms_norm.launch(x, v, torch.zeros(size).bfloat16(), 1e-6)
         half = g.bfloat16()
         gdn_gate.launch(half, half, g[0], half[0])
     return [(r.kernel, arguments) for r in recorders for _, arguments in r.calls]

@@ -108,3 +108,22 @@ def test_probe_and_served_count():
 def test_any_shape_and_range_equals_the_reference(rows, n, low, seed):
     x = samples.bf16((rows, n), seed, low, low + 3)
     assert same(l2_norm(x), reference.l2_norm(x))
+
+
+@pytest.mark.parametrize("n", [15, 83, 128])
+def test_wide_rows_are_used_as_they_are(n):
+    x = samples.fp32((64, n), 4, -3, 3).requires_grad_()
+    out = l2_norm(x, wide=True)
+    assert out.dtype == torch.bfloat16 and same(out, reference.l2_norm(x.detach()))
+    narrow = x.detach().bfloat16()
+    assert not same(out, l2_norm(narrow))
+    assert same(l2_norm(narrow.float(), wide=True), l2_norm(narrow))
+    for wrong in (narrow, x.double()):
+        with pytest.raises(Refused, match="SB0420"):
+            l2_norm(wrong, wide=True)
+    grad = samples.bf16((64, n), 5, -3, 3)
+    out.backward(grad)
+    x64 = x.detach().double().requires_grad_()
+    (x64 / (x64.square().sum(-1, keepdim=True) + 1e-6).sqrt()).backward(grad.double())
+    assert x.grad.dtype == torch.float32
+    assert (x.grad - x64.grad).abs().max() <= x64.grad.abs().max() * 1e-5

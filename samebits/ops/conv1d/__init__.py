@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import numpy as np
 import torch
 
@@ -15,6 +17,10 @@ from samebits.ops.packed import integers, require_slots, require_starts
 __all__ = ["advance", "varlen"]
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@overload
 def advance(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -22,7 +28,32 @@ def advance(
     slots: torch.Tensor,
     query_start_loc: torch.Tensor,
     context_lens: torch.Tensor,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+
+
+@overload
+def advance(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: torch.Tensor,
+    slots: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    exact: int,
+) -> Pair: ...
+
+
+def advance(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: torch.Tensor,
+    slots: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    context_lens: torch.Tensor,
+    *,
+    exact: int | None = None,
+) -> torch.Tensor | Pair:
     """One step of R sequences -> y [T, C] bf16; their windows are updated in place.
 
     x                [T, C] bf16 raw inputs (any strides), weight [C, W] bf16, tap W - 1 the newest
@@ -31,6 +62,7 @@ def advance(
     query_start_loc  [R + 1] integers, cumulative, from 0; rows past the last one give zeros
     context_lens     [R] integers: tokens of each sequence before this step; 0 starts from zeros
                      whatever the slot holds
+    exact            y's first channels are not rounded: -> (y [T, exact] fp32, y [T, C - exact])
 
     Order: acc = fma(weight[c, j], row of tap j, acc) in fp32, oldest row first, from +0; rows
     before the sequence are +0; s = 1 / (1 + exp32(-acc)); y = bf16(acc * s), one rounding each. An
@@ -38,43 +70,61 @@ def advance(
 
     Forward only. Refuses dtypes (SB0420), shapes (SB0421), windows (SB0426), tables (SB0483).
     """
-    _check_operands(x, weight)
+    _check_operands(x, weight, exact)
     _check_window(window, weight)
     at, starts, context = (integers(t) for t in (slots, query_start_loc, context_lens))
     require_starts(starts, len(x), whole=False)
     require_slots(at, context, len(starts) - 1, len(window))
     registry.count_served("gdn.conv", int(starts[-1]))
     state = (window, at, context == 0)
-    return cpu.forward(x.detach().contiguous(), weight.detach().contiguous(), starts, state)
+    pair = cpu.forward(
+        x.detach().contiguous(), weight.detach().contiguous(), starts, state, exact or 0
+    )
+    return pair[1] if exact is None else pair
 
 
-def varlen(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+@overload
+def varlen(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def varlen(
+    x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor, *, exact: int
+) -> Pair: ...
+
+
+def varlen(
+    x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor, *, exact: int | None = None
+) -> torch.Tensor | Pair:
     """Whole packed sequences -> y [T, C] bf16, the bits of `advance`.
 
-    Operands and order as in `advance`; cu_seqlens [R + 1] integers, cumulative, from 0 to T.
-    Differentiable in x and weight (backward in fp32, one rounding to bf16).
+    Operands, `exact` and order as in `advance`; cu_seqlens [R + 1] integers, cumulative, from 0 to
+    T. Differentiable in x and weight (backward in fp32, one rounding to bf16).
     """
-    _check_operands(x, weight)
+    _check_operands(x, weight, exact)
     starts = integers(cu_seqlens)
     require_starts(starts, len(x), whole=True)
     registry.count_served("gdn.conv", len(x))
     x, weight = x.contiguous(), weight.contiguous()
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Varlen.apply(x, weight, starts)
-    return cpu.forward(x, weight, starts, None)
+        pair = _Varlen.apply(x, weight, starts, exact or 0)
+    else:
+        pair = cpu.forward(x, weight, starts, None, exact or 0)
+    return pair[1] if exact is None else pair
 
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, starts):
+    def forward(ctx, x, weight, starts, exact):
         ctx.save_for_backward(x, weight)
         ctx.starts = starts
-        return cpu.forward(x, weight, starts, None)
+        return cpu.forward(x, weight, starts, None, exact)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         x, weight = ctx.saved_tensors
-        return *_gradients(x.float(), weight.float(), ctx.starts, grad.float()), None
+        grad = torch.cat([part.float() for part in grads], 1)
+        return *_gradients(x.float(), weight.float(), ctx.starts, grad), None, None
 
 
 def _gradients(
@@ -102,12 +152,14 @@ def _gradients(
     return dx.bfloat16(), dw.bfloat16()
 
 
-def _check_operands(x: torch.Tensor, weight: torch.Tensor) -> None:
+def _check_operands(x: torch.Tensor, weight: torch.Tensor, exact: int | None) -> None:
     require_dtype("x", x, torch.bfloat16)
     require_dtype("weight", weight, torch.bfloat16)
     require_shape("weight", weight, weight.dim() == 2 and weight.numel() > 0, "[C, W]")
     channels = weight.shape[0]
     require_shape("x", x, x.dim() == 2 and x.shape[1] == channels, f"[T, {channels}]")
+    fits = exact is None or 0 <= exact <= channels
+    require_shape("x", x, fits, f"[T, {exact} or more], of which {exact} are left in fp32")
 
 
 def _check_window(window: torch.Tensor, weight: torch.Tensor) -> None:
@@ -133,8 +185,8 @@ def _probe() -> int:
     window = torch.full((3, 3, 20), torch.nan).bfloat16()
     window[2] = samples.bf16((3, 20), 7)
     slots, starts, fresh = np.array([0, 2]), np.array([0, 7, 9]), np.array([True, False])
-    y = cpu.forward(x, weight, starts, (window, slots, fresh))
-    return mixsum(torch.cat([y, window[0], window[2]]))
+    wide, y = cpu.forward(x, weight, starts, (window, slots, fresh), 8)
+    return mixsum(torch.cat([part.float().flatten() for part in (wide, y, window[0], window[2])]))
 
 
 registry.register(

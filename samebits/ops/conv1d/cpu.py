@@ -14,8 +14,12 @@ _GRAIN = 16384  # elements per task: below this a thread costs more than it save
 
 
 @kernel
-def conv1d_fwd_kernel(x, weight, window, slots, starts, fresh, keep, y, start, stop):
-    """Channels start to stop of all sequences: y, and the window after the step if `keep`."""
+def conv1d_fwd_kernel(x, weight, window, slots, starts, fresh, keep, wide, y, start, stop):
+    """Channels start to stop of all sequences: y, and the window after the step if `keep`.
+
+    The first channels go to `wide` in fp32, the others to y, rounded.
+    """
+    exact = wide.shape[1]
     taps, channels = weight.shape[1], stop - start
     w = np.empty((taps, channels), np.float32)
     for c in range(channels):
@@ -39,7 +43,11 @@ def conv1d_fwd_kernel(x, weight, window, slots, starts, fresh, keep, y, start, s
                     for c in range(channels):
                         acc[c] = fma(w[j, c], widen(old[start + c]), acc[c])
             for c in range(channels):
-                y[t, start + c] = narrow(acc[c] * sigmoid32(acc[c]))
+                value = acc[c] * sigmoid32(acc[c])
+                if start + c < exact:
+                    wide[t, start + c] = value
+                else:
+                    y[t, start + c - exact] = narrow(value)
         if keep and last > first:
             for i in range(taps - 1):  # ascending: a kept row moves towards the front
                 at = last - (taps - 1) + i
@@ -57,14 +65,18 @@ def forward(
     weight: torch.Tensor,
     starts: np.ndarray,
     state: tuple[torch.Tensor, np.ndarray, np.ndarray] | None,
-) -> torch.Tensor:
-    """Contiguous x [T, C], weight [C, W] bf16 -> y as x; zeros from row starts[-1] on.
+    exact: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contiguous x [T, C], weight [C, W] bf16 -> the first `exact` channels in fp32, the rest in
+    bf16; zeros from row starts[-1] on.
 
     state is (window, slots, fresh), updated in place; None: every sequence is fresh and forgotten.
     """
     channels, taps = weight.shape
-    y = torch.empty_like(x)
-    y[int(starts[-1]) :] = 0
+    wide = torch.empty(len(x), exact)
+    y = x.new_empty(len(x), channels - exact)
+    for out in (wide, y):
+        out[int(starts[-1]) :] = 0
     sequences = len(starts) - 1
     if state is None:
         window = np.empty((0, taps - 1, channels), np.uint16)
@@ -72,10 +84,10 @@ def forward(
     else:
         window, slots, fresh = as_numpy(state[0]), state[1], state[2]
     args = (as_numpy(x), as_numpy(weight), window, slots, starts, fresh, state is not None)
-    out = as_numpy(y)
+    outs = as_numpy(wide), as_numpy(y)
     parallel_for(
-        lambda start, stop: conv1d_fwd_kernel(*args, out, start, stop),
+        lambda start, stop: conv1d_fwd_kernel(*args, *outs, start, stop),
         channels,
         max(16, _GRAIN // max(1, len(x) * taps)),
     )
-    return y
+    return wide, y

@@ -18,15 +18,18 @@ BLOCK = 512  # channels in one block; moves no bit
 
 @triton.jit
 def _rows(
-    x_ptr, weight_ptr, window_ptr, window_slot, y_ptr, owner_ptr, starts_ptr, context_ptr,
-    slots_ptr, sequences, C, W: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, window_ptr, window_slot, wide_ptr, y_ptr, owner_ptr, starts_ptr,
+    context_ptr, slots_ptr, sequences, exact, C, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row, BLOCK channels."""
+    """One row, BLOCK channels; the first `exact` of all go to wide_ptr, unrounded."""
     token = tl.program_id(0)
     sequence = tl.load(owner_ptr + token)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
-    y_at = y_ptr + token.to(tl.int64) * C + c
+    unrounded = c < exact
+    rounded = inside & (c >= exact)
+    wide_at = wide_ptr + token.to(tl.int64) * exact + c
+    y_at = y_ptr + token.to(tl.int64) * (C - exact) + c - exact
     if sequence < sequences:
         slot = tl.load(slots_ptr + sequence).to(tl.int64)
         start = tl.load(starts_ptr + sequence)
@@ -42,9 +45,12 @@ def _rows(
             x = tl.where(old, tl.load(old_at, mask=old, other=0.0), x).to(tl.float32)
             weight = tl.load(weight_ptr + c * W + j, mask=inside, other=0.0).to(tl.float32)
             acc = tl.fma(weight, x, acc)
-        tl.store(y_at, (acc * sigmoid32(acc)).to(y_ptr.dtype.element_ty), mask=inside)
+        y = acc * sigmoid32(acc)
+        tl.store(wide_at, y, mask=unrounded)
+        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=rounded)
     else:
-        tl.store(y_at, tl.zeros((BLOCK,), y_ptr.dtype.element_ty), mask=inside)
+        tl.store(wide_at, tl.zeros((BLOCK,), tl.float32), mask=unrounded)
+        tl.store(y_at, tl.zeros((BLOCK,), y_ptr.dtype.element_ty), mask=rounded)
 
 
 @triton.jit
@@ -79,7 +85,9 @@ def advance(
     slots: torch.Tensor,
     query_start_loc: torch.Tensor,
     context_lens: torch.Tensor,
-) -> torch.Tensor:
+    *,
+    exact: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`conv1d.advance` on CUDA: shapes, dtypes and effects as there, tables on the device.
 
     Contiguous x and weight (SB0420, SB0421), window strided in dim 0 only (SB0482). The host
@@ -88,8 +96,8 @@ def advance(
     gpu.prepare(x.device.index or 0)
     gpu.require("weight", weight, torch.bfloat16, weight.dim() == 2, "[C, W]")
     channels, taps = weight.shape
-    fits = x.dim() == 2 and x.shape[1] == channels
-    gpu.require("x", x, torch.bfloat16, fits, f"[T, {channels}]")
+    fits = x.dim() == 2 and x.shape[1] == channels >= exact >= 0
+    gpu.require("x", x, torch.bfloat16, fits, f"[T, {channels}], {exact} or more of them")
     if (
         window.shape[1:] != (taps - 1, channels)
         or window.dtype != torch.bfloat16
@@ -102,7 +110,7 @@ def advance(
             required=f"[slots, {taps - 1}, {channels}] bf16, contiguous inside a slot",
             hint="samebits explain SB0482",
         )
-    return launch(x, weight, window, slots, query_start_loc, context_lens)
+    return launch(x, weight, window, slots, query_start_loc, context_lens, exact)
 
 
 def launch(
@@ -112,22 +120,24 @@ def launch(
     slots: torch.Tensor,
     query_start_loc: torch.Tensor,
     context_lens: torch.Tensor,
-) -> torch.Tensor:
+    exact: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`advance` without checks."""
     starts, context, slots = (t.to(torch.int32) for t in (query_start_loc, context_lens, slots))
     tokens, channels = x.shape
-    y = torch.empty_like(x)
+    wide = x.new_empty((tokens, exact), dtype=torch.float32)
+    y = x.new_empty((tokens, channels - exact))
     rows = torch.arange(tokens, device=x.device, dtype=torch.int32)
     owner = torch.searchsorted(starts[1:].contiguous(), rows, right=True, out_int32=True)
     shape = {"W": weight.shape[1], "BLOCK": BLOCK, "num_warps": 4} | gpu.POLICY
     parts = triton.cdiv(channels, BLOCK)
     if tokens and len(slots):
         _rows[(tokens, parts)](
-            x, weight, window, window.stride(0), y, owner, starts, context, slots, len(slots),
-            channels, **shape,
+            x, weight, window, window.stride(0), wide, y, owner, starts, context, slots,
+            len(slots), exact, channels, **shape,
         )  # fmt: skip
         _shift[(len(slots), parts)](
             x, window, window.stride(0), starts, context, slots, channels, **shape
         )
-        return y
-    return y.zero_()
+        return wide, y
+    return wide.zero_(), y.zero_()

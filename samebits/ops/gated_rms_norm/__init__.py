@@ -35,9 +35,11 @@ class _GatedRmsNorm(torch.autograd.Function):
 
 
 def gated_rms_norm(
-    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, *, wide: bool = False
 ) -> torch.Tensor:
     """x, z [..., n] bf16 (any strides), weight [n] bf16 -> [..., n] bf16, contiguous.
+
+    wide: x is fp32, and used as it is.
 
     Order: r = 1 / sqrt(mean + eps) as in `rms_norm` (16 lanes, fold ((0+1)+(2+3))+...); then
     y = bf16(((x * r) * weight) * (z * sigmoid32(z))), one fp32 rounding each, one to bf16. A row
@@ -46,7 +48,8 @@ def gated_rms_norm(
     Differentiable in x, z and weight (backward in fp32). Refuses other dtypes (SB0420) and shapes
     (SB0421).
     """
-    for name, operand in (("x", x), ("z", z), ("weight", weight)):
+    require_dtype("x", x, torch.float32 if wide else torch.bfloat16)
+    for name, operand in (("z", z), ("weight", weight)):
         require_dtype(name, operand, torch.bfloat16)
     n = weight.numel()
     require_shape("x", x, weight.dim() == 1 and n > 0 and x.shape[-1:] == (n,), f"[..., {n}]")
@@ -61,7 +64,9 @@ def gated_rms_norm(
 def _probe() -> int:
     x, z = samples.bf16((5, 83), 13), samples.bf16((5, 83), 14, -8, 6)
     x[0] = torch.arange(83, dtype=torch.int16).view(torch.bfloat16)  # subnormals, not to be flushed
-    return mixsum(cpu.forward(x, z, samples.bf16((83,), 15, -2, 2), 1e-6)[0])
+    weight = samples.bf16((83,), 15, -2, 2)
+    rows = [x, samples.fp32((5, 83), 18, -9, 9)]
+    return mixsum(torch.cat([cpu.forward(row, z, weight, 1e-6)[0] for row in rows]))
 
 
 registry.register(

@@ -17,7 +17,10 @@ _GRAIN = 8192  # elements per task: below this a thread costs more than it saves
 
 @kernel
 def gated_rms_norm_fwd_kernel(x, z, weight, eps, y, inverse, start, stop):
-    """Rows start to stop: y, and inverse = 1 / sqrt(mean + eps); sums in lanes, as `dot_tile`."""
+    """Rows start to stop of x (fp32): y, and inverse = 1 / sqrt(mean + eps).
+
+    Sums in lanes, as `dot_tile`.
+    """
     n = x.shape[1]
     steps = -(-n // LANES)
     w, s = np.empty(n, np.float32), np.empty(n, np.float32)
@@ -27,7 +30,7 @@ def gated_rms_norm_fwd_kernel(x, z, weight, eps, y, inverse, start, stop):
     total = np.empty(1, np.float32)
     for i in range(start, stop):
         for j in range(n):
-            row[j] = widen(x[i, j])
+            row[j] = x[i, j]
             gate = widen(z[i, j])
             s[j] = gate * sigmoid32(gate)
         _dot(row, 0, 0, row, 0, 0, steps, total, 0, 0)
@@ -41,12 +44,16 @@ def gated_rms_norm_fwd_kernel(x, z, weight, eps, y, inverse, start, stop):
 def forward(
     x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Contiguous x, z [..., n] bf16, weight [n] bf16 -> y as x, and r [rows] fp32."""
+    """Contiguous x [..., n] bf16 or fp32, z, weight [n] bf16 -> y as z, and r [rows] fp32."""
     n = weight.numel()
     rows = x.numel() // n
-    y = torch.empty_like(x)
+    y = torch.empty_like(z)
     r = torch.empty(rows, dtype=torch.float32)
-    args = (*(as_numpy(t).reshape(rows, n) for t in (x, z)), as_numpy(weight), np.float32(eps))
+    args = (
+        *(as_numpy(t).reshape(rows, n) for t in (x.float(), z)),
+        as_numpy(weight),
+        np.float32(eps),
+    )
     out = (as_numpy(y).reshape(rows, n), r.numpy())
     parallel_for(
         lambda start, stop: gated_rms_norm_fwd_kernel(*args, *out, start, stop),

@@ -12,7 +12,7 @@ from samebits.ops.scalar import reference_narrow
 def gated_rms_norm(
     x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """x, z [..., n] bf16, weight [n] bf16 -> [..., n] bf16; see the package for the order."""
+    """x [..., n] bf16 or fp32, z, weight [n] bf16 -> [..., n] bf16; the package has the order."""
     wide, gate = x.float(), z.float()
     r = inverse_rms(wide, eps)
     hidden = (wide * r[..., None]) * weight.float()

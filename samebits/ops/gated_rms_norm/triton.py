@@ -36,17 +36,18 @@ def _kernel(
 
 
 def gated_rms_norm(
-    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, *, wide: bool = False
 ) -> torch.Tensor:
     """x, z [..., n] bf16, weight [n] bf16, on CUDA, n a power of two up to 1024 -> [..., n] bf16.
 
-    Forward only. Contiguous tensors, else SB0420, SB0421.
+    wide: x is fp32. Forward only. Contiguous tensors, else SB0420, SB0421.
     """
     gpu.prepare(x.device.index or 0)
     n = weight.numel()
     fits = weight.dim() == 1 and NEAR <= n <= LONGEST and n & (n - 1) == 0
     gpu.require("weight", weight, torch.bfloat16, fits, f"[n], a power of two up to {LONGEST}")
-    gpu.require("x", x, torch.bfloat16, x.shape[-1:] == (n,), f"[..., {n}]")
+    dtype = torch.float32 if wide else torch.bfloat16
+    gpu.require("x", x, dtype, x.shape[-1:] == (n,), f"[..., {n}]")
     gpu.require("z", z, torch.bfloat16, z.shape == x.shape, str(list(x.shape)))
     return launch(x, z, weight, eps)
 
@@ -54,7 +55,7 @@ def gated_rms_norm(
 def launch(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`gated_rms_norm` without checks."""
     n = weight.numel()
-    y = torch.empty_like(x)
+    y = torch.empty_like(z)
     rows = x.numel() // n
     block = ELEMENTS // n
     if rows:

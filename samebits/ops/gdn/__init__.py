@@ -27,10 +27,10 @@ from samebits.errors import Refused
 from samebits.ops import registry, samples
 from samebits.ops.checks import require_dtype, require_shape
 from samebits.ops.gdn import backward, cpu
-from samebits.ops.gdn.cpu import BLOCK, CHUNK
+from samebits.ops.gdn.cpu import BLOCK, CHUNK, OUTPUTS
 from samebits.ops.packed import integers, require_slots, require_starts
 
-__all__ = ["CHUNK", "SCHEDULES", "advance", "state_spec", "varlen"]
+__all__ = ["CHUNK", "OUTPUTS", "SCHEDULES", "advance", "state_spec", "varlen"]
 
 SCHEDULES = ("chunk_row", "cpr")
 
@@ -84,7 +84,7 @@ def advance(
     scale: float,
     schedule: str,
 ) -> torch.Tensor:
-    """One step of R sequences -> o [T, HV, V] bf16; their states are updated in place.
+    """One step of R sequences -> o [T, HV, V] of dtype `OUTPUTS[schedule]`; states move in place.
 
     q, k             [T, HK, K] bf16, l2-normalised by the caller
     v                [T, HV, V] bf16
@@ -119,7 +119,7 @@ def varlen(
     schedule: str,
     initial_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Packed sequences, each from phase 0 -> o [T, HV, V] bf16, the bits of `advance`.
+    """Packed sequences, each from phase 0 -> o [T, HV, V], the dtype and bits of `advance`.
 
     Operands as in `advance`; cu_seqlens [R + 1] integers, cumulative, from 0 to T. initial_state
     [R, HV, K, V] fp32 (zero when not given) takes the place of a boundary state. Differentiable
@@ -155,7 +155,7 @@ def _packed(q, k, v, g, beta, initial_state, starts, scale, schedule) -> torch.T
 
 def _forward(schedule, operands, state, slots, starts, phases, fresh, scale) -> torch.Tensor:
     q, k, v, g, beta = (x.detach().contiguous() for x in operands)
-    out = torch.empty(v.shape, dtype=torch.bfloat16)
+    out = torch.empty(v.shape, dtype=OUTPUTS[schedule])
     out[int(starts[-1]) :] = 0
     cpu.advance(schedule, q, k, v, g, beta, state, slots, starts, phases, fresh, scale, out)
     return out
@@ -268,6 +268,7 @@ registry.register(
             "block": BLOCK,
             "boundary_chained": "fp32",
             "boundary_consumed": "bf16; for o of cpr fp32",
+            "output": "fp32; of cpr bf16",
             "g": "fp32",
             "beta": "fp32",
         },

@@ -21,6 +21,8 @@ from samebits.ops.vector import axpy_tile
 CHUNK = 64
 BLOCK = 16  # rows of one block of the triangular inverse
 LOG2_E = np.float32(1.442695)
+# dtype of o: a rounding of chunk_row's would be as large as all of its own.
+OUTPUTS = {"chunk_row": torch.float32, "cpr": torch.bfloat16}
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 
@@ -138,7 +140,7 @@ def _chunk_row(
     reads = np.empty(2 * size, np.float32)
     decay = np.empty(CHUNK, np.float32)
     scores = np.empty(CHUNK, np.float32)
-    total = np.empty(size, np.float32)
+    rest = np.empty(CHUNK, np.float32)
     scratch = np.empty(4 * CHUNK + size, np.float32)
     keys = np.empty(key_size * CHUNK, np.float32)
     weighted = np.empty(CHUNK * size, np.float32)
@@ -193,13 +195,16 @@ def _chunk_row(
                     block, t, r, u, scratch,
                 )  # fmt: skip
                 for j in range(i + 1):
-                    scores[j] = widen(narrow(dots[j] * decay[j]))
-                for d in range(size):
-                    total[d] = reach * reads[d]
-                _chains(scores, 0, 0, 1, u, 0, size, i + 1, total, 0, 0, size)
+                    exact = dots[j] * decay[j]
+                    scores[j] = widen(narrow(exact))
+                    rest[j] = widen(narrow(exact - scores[j]))
                 row_o = o[at * size : (at + 1) * size]
                 for d in range(size):
-                    row_o[d] = narrow(scale * total[d])
+                    row_o[d] = reach * reads[d]
+                _chains(rest, 0, 0, 1, u, 0, size, i + 1, row_o, 0, 0, size)
+                _chains(scores, 0, 0, 1, u, 0, size, i + 1, row_o, 0, 0, size)
+                for d in range(size):
+                    row_o[d] = scale * row_o[d]
                 if i == CHUNK - 1:
                     _close(open_k, u, gamma, h, keys, weighted)
                     _snapshot(h, snapshots[at_m : at_m + square])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from samebits.ops.gdn.cpu import BLOCK, CHUNK, LOG2_E
+from samebits.ops.gdn.cpu import BLOCK, CHUNK, LOG2_E, OUTPUTS
 from samebits.ops.gdn_scalar import reference_exp2_32 as exp2
 from samebits.ops.reference import fma32
 from samebits.ops.scalar import reference_narrow
@@ -92,10 +92,12 @@ def close(k: torch.Tensor, rows: Rows, h: torch.Tensor) -> torch.Tensor:
 def chunk_row_outputs(
     q: torch.Tensor, k: torch.Tensor, rows: Rows, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Outputs [T, V] of a chunk by schedule chunk_row."""
-    carried = exp2(rows.gamma)[..., None] * chain(q, rows.snapshot)
-    scores = bf16(chain(q, k.mT) * rows.decay)
-    return bf16(scale * chain(scores, rows.u, carried))
+    """Outputs [T, V] of a chunk by schedule chunk_row; not rounded to bf16."""
+    exact = chain(q, k.mT) * rows.decay
+    scores = bf16(exact)
+    rest = bf16(exact - scores)
+    carried = chain(rest, rows.u, exp2(rows.gamma)[..., None] * chain(q, rows.snapshot))
+    return scale * chain(scores, rows.u, carried)
 
 
 def cpr_outputs(
@@ -130,10 +132,10 @@ def sequence(
     schedule: str,
     h: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [T, HV, V] bf16 of one sequence from phase 0, and h [HV, K, V] at its last boundary.
+    """o [T, HV, V] of one sequence from phase 0, and h [HV, K, V] at its last boundary.
 
-    Operands as in `gdn.varlen`, T > 0; h fp32 [HV, K, V] is the state before the first row (zero if
-    none).
+    o is fp32 by chunk_row, bf16 by cpr. Operands as in `gdn.varlen`, T > 0; h fp32 [HV, K, V] is
+    the state before the first row (zero if none).
     """
     tokens, heads = v.shape[:2]
     group = heads // k.shape[1]
@@ -157,7 +159,7 @@ def sequence(
         o = cpr_outputs(qs, ks, vs, gs, betas, torch.cat(boundaries), factor)
         outs = list(o.split(heads))
     o = torch.cat(outs, 1)[:, :tokens]
-    return o.transpose(0, 1).bfloat16().contiguous(), h
+    return o.transpose(0, 1).to(OUTPUTS[schedule]).contiguous(), h
 
 
 def _pad_rows(x: torch.Tensor, rows: int) -> torch.Tensor:

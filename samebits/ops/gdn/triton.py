@@ -45,7 +45,7 @@ def advance(
     _check(q, k, v, g, beta, schedule)
     _check_state(schedule, k, v, state)
     if not len(v) or not len(slots):
-        return torch.zeros_like(v)
+        return chunk.zeros(v, schedule == "cpr")
     at = chunk.steps(query_start_loc, context_lens, slots, len(v))
     return chunk.forward(q, k, v, g, beta, state, at, scale, schedule == "cpr")[0]
 
@@ -72,7 +72,7 @@ def decode(
     for name, table in (("slots", slots), ("context_lens", context_lens)):
         gpu.require(name, table, torch.int32, table.shape == v.shape[:1], f"[{len(v)}]")
     if not len(v):
-        return torch.zeros_like(v)
+        return chunk.zeros(v, schedule == "cpr")
     return decoding.step(q, k, v, g, beta, state, slots, context_lens, scale, schedule == "cpr")
 
 
@@ -97,7 +97,7 @@ def varlen(
         fits = initial_state.shape == shape
         gpu.require("initial_state", initial_state, torch.float32, fits, str(list(shape)))
     if not len(v):
-        return torch.zeros_like(v)
+        return chunk.zeros(v, schedule == "cpr")
     return Varlen.apply(q, k, v, g, beta, initial_state, cu_seqlens, scale, schedule == "cpr")
 
 
@@ -117,7 +117,7 @@ class Varlen(torch.autograd.Function):
         """Gradients of the tensor operands; None for the rest."""
         q, k, v, g, beta, initial_state, starts = ctx.saved_tensors
         found = backward.gradients(
-            q, k, v, g, beta, initial_state, starts, ctx.scale, grad.contiguous()
+            q, k, v, g, beta, initial_state, starts, ctx.scale, grad.to(v.dtype).contiguous()
         )
         return *found, None, None, None
 

@@ -183,6 +183,13 @@ def residuals(kt, snapshot, v, gamma, beta):
 
 
 @triton.jit
+def halves(x, narrow: tl.constexpr):
+    """fp32 x rounded to a narrow dtype, and what that leaves of it, rounded likewise."""
+    high = x.to(narrow)
+    return high, (x - high.to(tl.float32)).to(narrow)
+
+
+@triton.jit
 def closed(kt, u, gamma, h, CHUNK: tl.constexpr):
     """The fp32 state at the chunk's end."""
     last = last_of(gamma, CHUNK)
@@ -323,8 +330,10 @@ def _rows(
         gamma = tl.load(gamma_ptr + at * CHUNK + i)
         u = tl.load(u_ptr + at * (CHUNK * V) + i[:, None] * V + columns[None, :])
         entry = tl.load(entry_ptr + at * (K * V) + d[:, None] * V + columns[None, :])
-        scores = (tl.dot(q, kt) * decays(gamma, CHUNK)).to(kt.dtype)
-        o = tl.dot(scores, u, exp2_32(gamma)[:, None] * tl.dot(q, entry))
+        exact = tl.dot(q, kt) * decays(gamma, CHUNK)
+        scores, rest = halves(exact, kt.dtype)
+        o = tl.dot(rest, u, exp2_32(gamma)[:, None] * tl.dot(q, entry))
+        o = tl.dot(scores, u, o)
         o_at = o_ptr + ((first + i).to(tl.int64) * HV + head)[:, None] * V + columns[None, :]
         inside = (i >= low) & (i < high)
         tl.store(o_at, (scale * o).to(o_ptr.dtype.element_ty), mask=inside[:, None])
@@ -544,6 +553,11 @@ def named(state: Sequence[torch.Tensor], raw: bool) -> tuple[torch.Tensor, ...]:
     return h, h, gamma, h, k, r, x, t
 
 
+def zeros(v: torch.Tensor, raw: bool) -> torch.Tensor:
+    """o [T, HV, V] before its rows are written: fp32 for chunk_row, else the dtype of v."""
+    return torch.zeros_like(v, dtype=v.dtype if raw else torch.float32)
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -558,7 +572,7 @@ def forward(
     """o [T, HV, V] of `advance`, unchecked, and what a backward can use again."""
     key_heads, key_size = k.shape[1:]
     heads, size = v.shape[1:]
-    o = torch.zeros_like(v)
+    o = zeros(v, raw)
     work, x = boundaries(k, v, g, beta, state, at, raw)
     h, running, old_g, old_beta, old_k, old_rows, old_x, old_t = named(state, raw)
     tables = (at.owner, at.base, at.starts, at.context, at.slots)

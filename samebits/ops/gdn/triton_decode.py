@@ -22,6 +22,7 @@ from samebits.ops.gdn.triton_chunk import (
     NEAR,
     closed,
     decays,
+    halves,
     inverse,
     load_keys,
     load_rows,
@@ -31,6 +32,7 @@ from samebits.ops.gdn.triton_chunk import (
     recur,
     residuals,
     strided,
+    zeros,
 )
 
 PAIR = 16  # rows of a matrix product in which q and k are rows 0 and 1
@@ -102,7 +104,7 @@ def _row(
         tl.store(x_at + (i - start) * CHUNK + j, x)
         tl.store(t_at + i * CHUNK + j, x.to(t.dtype))
         tl.store(weights_ptr + row * CHUNK + j, x.to(t.dtype))
-        tl.store(scores_ptr + row * CHUNK + j, scores.to(t.dtype))
+        tl.store(scores_ptr + row * CHUNK + j, scores)
         tl.store(gamma_at + i, gamma)
         if head % (HV // HK) == 0:
             tl.store(ok_at + d * CHUNK + i, k)
@@ -145,7 +147,7 @@ def _state(
         rs = tl.load(r_at + row_at, mask=older, other=0.0)
         us = tl.load(u_at + row_at, mask=older, other=0.0)
         weights = tl.load(weights_ptr + row * CHUNK + j)
-        scores = tl.load(scores_ptr + row * CHUNK + j)
+        scores, rest = halves(tl.load(scores_ptr + row * CHUNK + j), k.dtype)
 
         read = tl.dot(_pair(q, k, PAIR), h.to(k.dtype))
         r = (beta * (v.to(tl.float32) - reach * _row_of(read, 1, PAIR))).to(k.dtype)
@@ -153,7 +155,8 @@ def _state(
         u = tl.dot(_pair(tl.zeros_like(weights), weights, PAIR), rs)
         u = _row_of(u, 1, PAIR).to(k.dtype)
         us = tl.where((j == i)[:, None], u[None, :], us)
-        o = tl.dot(_pair(scores, tl.zeros_like(scores), PAIR), us, reach * read)
+        o = tl.dot(_pair(rest, tl.zeros_like(rest), PAIR), us, reach * read)
+        o = tl.dot(_pair(scores, tl.zeros_like(scores), PAIR), us, o)
         tl.store(
             o_ptr + row * V + columns, (scale * _row_of(o, 0, PAIR)).to(o_ptr.dtype.element_ty)
         )
@@ -246,7 +249,7 @@ def step(
     """o [N, HV, V] of one row of each of N sequences, unchecked; slots and context int32."""
     rows, key_heads, key_size = k.shape
     heads, size = v.shape[1:]
-    o = torch.zeros_like(v)
+    o = zeros(v, raw)
     shape = {"HK": key_heads, "HV": heads, "K": key_size, "CHUNK": CHUNK}
     if raw:
         tile = tiles.DECODE_RECUR
@@ -259,7 +262,7 @@ def step(
         return o
     h, x, gamma, keys, r, u, t = state
     weights = k.new_empty((rows, heads, CHUNK))
-    scores = torch.empty_like(weights)
+    scores = torch.empty_like(weights, dtype=torch.float32)
     _row[(heads, rows)](
         q, k, g, beta, weights, scores, context, slots, *strided([x, gamma, keys, t]),
         **shape, BLOCK=BLOCK, PAIR=PAIR, num_warps=tiles.DECODE_ROW.warps, **gpu.POLICY,

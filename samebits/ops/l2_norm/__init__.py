@@ -30,8 +30,10 @@ class _L2Norm(torch.autograd.Function):
         return dx.to(x.dtype), None
 
 
-def l2_norm(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
+def l2_norm(x: torch.Tensor, eps: float = EPS, *, wide: bool = False) -> torch.Tensor:
     """x [..., n] bf16 (any strides) -> [..., n] bf16, contiguous.
+
+    wide: x is fp32, and used as it is.
 
     Order: squares go to 16 lanes (element i to lane i % 16, ascending) by fp32 fma from +0; lanes
     are folded ((0+1)+(2+3))+...; r = 1 / sqrt(sum + eps), each one IEEE rounding; y = bf16(x * r).
@@ -40,7 +42,7 @@ def l2_norm(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
     Differentiable (backward in fp32). Refuses other dtypes (SB0420) and rows without elements
     (SB0421).
     """
-    require_dtype("x", x, torch.bfloat16)
+    require_dtype("x", x, torch.float32 if wide else torch.bfloat16)
     n = x.shape[-1] if x.dim() else 0
     require_shape("x", x, n > 0, "[..., n]")
     x = x.contiguous()
@@ -53,7 +55,8 @@ def l2_norm(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
 def _probe() -> int:
     x = samples.bf16((5, 83), 8)
     x[0] = torch.arange(83, dtype=torch.int16).view(torch.bfloat16)  # subnormals, not to be flushed
-    return mixsum(cpu.forward(x, EPS)[0])
+    rows = [x, samples.fp32((5, 83), 19)]
+    return mixsum(torch.cat([cpu.forward(part, EPS)[0] for part in rows]))
 
 
 registry.register(

@@ -10,7 +10,7 @@ from samebits.ops.scalar import reference_narrow
 
 
 def l2_norm(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
-    """x [..., n] bf16 -> [..., n] bf16; see the package for the order."""
+    """x [..., n] bf16 or fp32 -> [..., n] bf16; see the package for the order."""
     wide = x.float()
     r = inverse_root(sum_of_squares(wide), eps)
     return reference_narrow(wide * r[..., None])

@@ -29,22 +29,23 @@ def _kernel(x_ptr, y_ptr, eps, rows, N: tl.constexpr, ROWS: tl.constexpr, NEAR: 
     tl.store(y_ptr + at, (x * r[:, None]).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def l2_norm(x: torch.Tensor, eps: float = EPS) -> torch.Tensor:
+def l2_norm(x: torch.Tensor, eps: float = EPS, *, wide: bool = False) -> torch.Tensor:
     """x [..., n] bf16, contiguous on CUDA, n a power of two up to 1024 -> [..., n] bf16.
 
-    Forward only. Refuses with SB0420, SB0421.
+    wide: x is fp32. Forward only. Refuses with SB0420, SB0421.
     """
     gpu.prepare(x.device.index or 0)
     n = x.shape[-1] if x.dim() else 0
     fits = NEAR <= n <= LONGEST and n & (n - 1) == 0
-    gpu.require("x", x, torch.bfloat16, fits, f"[..., n], n a power of two up to {LONGEST}")
-    return launch(x, eps)
+    dtype = torch.float32 if wide else torch.bfloat16
+    gpu.require("x", x, dtype, fits, f"[..., n], n a power of two up to {LONGEST}")
+    return launch(x, eps, torch.bfloat16)
 
 
-def launch(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """`l2_norm` without checks."""
+def launch(x: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """`l2_norm` without checks, rounded to `dtype`."""
     n = x.shape[-1]
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, dtype=dtype)
     rows = x.numel() // n
     block = ELEMENTS // n
     if rows:

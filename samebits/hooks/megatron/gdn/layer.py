@@ -93,9 +93,10 @@ class GatedDeltaNet(KeepsDecayInFp32):
         heads = self.num_v_heads_local_tp
         sizes = [self.conv_dim_local_tp, self.v_dim_local_tp, heads, heads]
         qkv, z, b, a = rows.split(sizes, -1)
-        qkv = conv1d.varlen(qkv, self.conv1d.weight.squeeze(1), cu_seqlens)
-        qk, v = qkv.split([2 * self.qk_dim_local_tp, self.v_dim_local_tp], -1)
-        q, k = l2_norm.l2_norm(qk.unflatten(-1, (-1, self.key_head_dim))).chunk(2, 1)
+        weight = self.conv1d.weight.squeeze(1)
+        qk, v = conv1d.varlen(qkv, weight, cu_seqlens, exact=2 * self.qk_dim_local_tp)
+        qk = qk.unflatten(-1, (-1, self.key_head_dim))
+        q, k = l2_norm.l2_norm(qk, wide=True).chunk(2, 1)
         v, z = (x.unflatten(-1, (heads, self.value_head_dim)) for x in (v, z))
         g, beta = gdn_gate.gate(a, b, self.A_log, self.dt_bias)
         core = gdn.varlen(q, k, v, g, beta, cu_seqlens, self.scale, self.schedule)

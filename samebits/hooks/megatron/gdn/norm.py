@@ -28,11 +28,13 @@ class ZeroCentredRMSNorm(_Weighted):
 
 
 class GatedRMSNorm(_Weighted):
-    """x, z [..., hidden_size] bf16 -> same shape; the plain weight is shared by all heads."""
+    """x [..., hidden_size] bf16 or fp32, z bf16 -> bf16; all heads share the plain weight."""
 
     def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """x and z [..., V] bf16 -> same shape."""
-        return gated_rms_norm.gated_rms_norm(x, z, shared_by_ranks(self.weight), self.eps)
+        """x [..., V] as the core's schedule leaves it, z [..., V] bf16 -> [..., V] bf16."""
+        return gated_rms_norm.gated_rms_norm(
+            x, z, shared_by_ranks(self.weight), self.eps, wide=x.dtype == torch.float32
+        )
 
 
 def shared_by_ranks(weight: torch.Tensor) -> torch.Tensor:

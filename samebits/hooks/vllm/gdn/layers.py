@@ -86,11 +86,11 @@ class _DeltaNet(QwenGatedDeltaNetAttention):
     def core(
         self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, step: Metadata
     ) -> torch.Tensor:
-        """qkv [T, C], b and a [T, HV] bf16 -> [T, HV, V] bf16; the state moves on in place."""
+        """qkv [T, C], b and a [T, HV] bf16 -> [T, HV, V]; the state moves on in place."""
         raise NotImplementedError
 
     def gated_norm(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """x, z [T, HV, V] bf16 -> [T, HV, V] bf16."""
+        """x [T, HV, V] from `core`, z [T, HV, V] bf16 -> [T, HV, V] bf16."""
         raise NotImplementedError
 
     def samebits_shards(self, path: str, rank: int) -> Iterator[Shard]:
@@ -132,18 +132,20 @@ class AlignedDeltaNet(_DeltaNet):
     """The contract's schedule: bits of a row depend on its own sequence and position only."""
 
     def core(self, qkv, b, a, step):
-        """qkv [T, C], b and a [T, HV] bf16 -> [T, HV, V] bf16 by the schedule of the contract."""
+        """qkv [T, C], b and a [T, HV] bf16 -> [T, HV, V] by the schedule of the contract."""
         from samebits.ops import conv1d, gdn, gdn_gate, l2_norm
 
         *states, window = self.kv_cache
         tables = (step.slots, step.query_start_loc, step.context_lens)
         weight = self.conv1d.weight.data.squeeze(1)
-        q, k, v = self._heads(conv1d.advance(qkv, weight, window, *tables))
+        keys = self.key_dim // self.tp_size
+        qk, v = conv1d.advance(qkv, weight, window, *tables, exact=2 * keys)
+        q, k = (x.unflatten(-1, (-1, self.head_k_dim)) for x in qk.split(keys, -1))
         g, beta = gdn_gate.gate(a, b, self.A_log.data, self.dt_bias.data)
         return gdn.advance(
-            l2_norm.l2_norm(q),
-            l2_norm.l2_norm(k),
-            v,
+            l2_norm.l2_norm(q, wide=True),
+            l2_norm.l2_norm(k, wide=True),
+            v.unflatten(-1, (-1, self.head_v_dim)),
             g,
             beta,
             states,
@@ -153,10 +155,11 @@ class AlignedDeltaNet(_DeltaNet):
         )
 
     def gated_norm(self, x, z):
-        """x and z [T, HV, V] bf16 -> same shape, by the shared operator."""
-        from samebits.ops import gated_rms_norm
+        """x [T, HV, V] of the schedule's dtype, z bf16 -> bf16, by the shared operator."""
+        from samebits.ops import gated_rms_norm, gdn
 
-        return gated_rms_norm.gated_rms_norm(x, z, self.norm.weight.data, self.norm.eps)
+        wide = gdn.OUTPUTS[state.schedule()] == torch.float32
+        return gated_rms_norm.gated_rms_norm(x, z, self.norm.weight.data, self.norm.eps, wide=wide)
 
 
 class StockDeltaNet(_DeltaNet):
