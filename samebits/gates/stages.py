@@ -18,7 +18,7 @@ STRESS = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "kv_blocks": 34}
 SLICED = {
     "max_num_batched_tokens": 65,
     "max_num_seqs": 16,
-    "kv_blocks": 25,
+    "kv_blocks": 26,
     "prefix_caching": False,
 }
 # With a prefix cache, states are kept at the ends of pages; too few of those for sixteen requests.
