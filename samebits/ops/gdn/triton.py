@@ -1,8 +1,8 @@
 """The core of the gated delta rule on Hopper: prefill, decoding, training.
 
-The roundings are those of the CPU's law; sums follow the chip (README.md, "On a GPU"). No bit is
-claimed yet: the kernels have compiled for sm90 and their control flow has run under Triton's
-interpreter, but no bit gate on a chip has admitted them.
+The roundings are those of the CPU's law; sums follow the chip (README.md, "On a GPU"). On an H200
+prefill, slices, decoding and the packed form gave one set of bits (`samebits.bench.gpu_gdn`); no
+integer law of the chip stands behind them yet, and no contract binds them.
 
 Operands are contiguous CUDA tensors (SB0420, SB0421), head sizes 32, 64 or 128 (SB0481), states as
 `state_spec` lists them (SB0482). Values of slots, starts and lengths are not read by the host: the
