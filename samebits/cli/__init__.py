@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from samebits import __version__
-from samebits.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, SamebitsError
+from samebits import __version__, streams
+from samebits.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, Refused, SamebitsError
 
 HELP = """Make vLLM and Megatron-core compute the same token log-probabilities, and prove it.
 
@@ -46,8 +47,8 @@ VERBS = {
     "env": ("env", "Print what decides bits on this machine."),
 }
 
-# Usage errors: the base that typer's public `BadParameter` shares with all of them.
-_UsageProblem: Any = typer.BadParameter.__mro__[2]
+# The base that typer's public `BadParameter` shares with all errors of a command line.
+_UsageProblem: Any = typer.BadParameter.__mro__[1]
 
 
 class _Verbs(TyperGroup):
@@ -59,12 +60,9 @@ class _Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            code = super().invoke(ctx)
-            sys.stdout.flush()
-            return code
-        except BrokenPipeError:  # the reader of our output left, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # typer would leave with 1, which means "different"
+            raise RuntimeError("a process at the other end of a pipe has ended") from error
         except KeyboardInterrupt:  # typer would leave with the right code, but without a word
             raise typer.Abort from None
 
@@ -106,26 +104,75 @@ def _group() -> _Verbs:
     return group  # type: ignore[return-value]
 
 
+def _misused(error: Any) -> Refused:
+    """SB1009, with the usage of the verb whose command line is not understood."""
+    context = error.ctx
+    command = "samebits" if context is None else context.command_path
+    usage = "Usage: samebits VERB" if context is None else context.get_usage()
+    return Refused(
+        "SB1009",
+        seen=error.format_message(),
+        required=" ".join(usage.split()),
+        hint=" ".join([command, "--help"]),
+    )
+
+
 def run(args: Sequence[str]) -> int:
     """Run one command line; returns the exit code."""
     try:
         code = _group().main(args=list(args), prog_name="samebits", standalone_mode=False)
+        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except SamebitsError as error:
-        print(error, file=sys.stderr)
+        streams.tell(str(error))
         return error.exit_code
     except _UsageProblem as error:
-        error.show()
+        helped = type(error).__name__ == "NoArgsIsHelpError"  # of a group without a verb
+        streams.tell(error.format_message() if helped else str(_misused(error)))
         return error.exit_code
+    except streams.ReaderLeft:
+        return EXIT_INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; run the same command again to go on", file=sys.stderr)
+        streams.tell("interrupted; run the same command again to go on")
         return EXIT_INTERRUPTED
     except Exception as error:
-        traceback.print_exception(type(error), error, error.__traceback__, limit=-4)
-        print("\nhint: samebits env --json  # and report it with the lines above", file=sys.stderr)
+        if isinstance(error, OSError) and (known := _refusal(error)):
+            streams.tell(str(known))
+            return known.exit_code
+        lines = traceback.format_exception(type(error), error, error.__traceback__, limit=-4)
+        report = "hint: samebits env --json  # and report it with the lines above"
+        streams.tell("".join(lines) + f"\n{report}")
         return EXIT_INTERNAL
+
+
+def _refusal(error: OSError) -> Refused | None:
+    from samebits.patching.workspace import refusal
+
+    return refusal(error)
+
+
+def _end_on_sigterm() -> None:
+    """Leave on SIGTERM as on Ctrl-C: what a run made for itself is removed on the way out.
+
+    A process forked from this one dies of the signal at once, as if it had no handler.
+    """
+    ours = os.getpid()
+
+    def leave(number: int, _frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != ours:
+            os.kill(os.getpid(), number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def main() -> NoReturn:
     """Entry point of the command `samebits`: exits with the code of `run`."""
+    try:
+        streams.prepare()
+    except Refused as error:
+        streams.tell(str(error))
+        sys.exit(error.exit_code)
+    _end_on_sigterm()
     sys.exit(run(sys.argv[1:]))

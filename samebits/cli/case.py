@@ -114,8 +114,7 @@ def new(
     nothing is written.
     """
     from samebits.casework import create, steps
-    from samebits.errors import word
-    from samebits.patching.workspace import Workspace
+    from samebits.errors import shown, word
 
     if (config is None) == (architecture is None):
         raise typer.BadParameter("give one of --config and --architecture")
@@ -124,9 +123,9 @@ def new(
     )
     names = sorted(path.name for path in folder.iterdir())
     if as_json:
-        show_json({"case": case, "folder": Workspace.find().show(folder), "files": names})
+        show_json({"case": case, "folder": str(folder), "files": names})
         return
-    print(f"{Workspace.find().show(folder)}: {', '.join(names)}")
+    print(f"{shown(folder)}: {', '.join(names)}")
     following = steps.progress(case).next
     if following is not None:
         print(f"\nnext: {following.command}  # {following.step}: {following.passes}")

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from samebits.cli.output import show_rows
-from samebits.errors import Refused, SamebitsError, word
+from samebits.errors import Refused, SamebitsError, shown, word
 from samebits.patching import branches as branching
 from samebits.patching import check as checking
 from samebits.patching import export as exporting
@@ -100,6 +100,8 @@ def apply(
 ) -> None:
     """Build the patched trees and print their paths.
 
+    Paths are as the current folder sees them, with --json absolute.
+
     Pinned sources are fetched through pip's own configuration where they are missing.
     """
     workspace = _workspace(context)
@@ -115,12 +117,16 @@ def apply(
     for pin in chosen:
         if edit:
             folder = trees.build_edit(workspace, pin, given=source, clean=clean)
-            rows.append({"upstream": pin.name, "model": None, "path": workspace.show(folder)})
+            rows.append({"upstream": pin.name, "model": None, "path": str(folder)})
             continue
         for name in model or Series(workspace, pin.name).models:
             folder = trees.build(workspace, pin, name, given=source, checkout=checkout, clean=clean)
-            rows.append({"upstream": pin.name, "model": name, "path": workspace.show(folder)})
-    show_rows(rows, as_json, lambda row: f"{row['upstream']} {row['model'] or '-'} {row['path']}")
+            rows.append({"upstream": pin.name, "model": name, "path": str(folder)})
+    show_rows(
+        rows,
+        as_json,
+        lambda row: f"{row['upstream']} {row['model'] or '-'} {shown(Path(row['path']))}",
+    )
 
 
 @app.command()

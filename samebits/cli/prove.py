@@ -42,7 +42,7 @@ def prove(
     Finished stages of an interrupted run are reused. On a difference, `difference.json` beside the
     evidence says which layer, region and element differ first.
     """
-    from samebits.errors import Refused, word
+    from samebits.errors import Refused, shown, word
 
     if record and quick:
         raise Refused(
@@ -83,8 +83,8 @@ def prove(
             print(f"- {reason}")
         for difference in outcome.differences:
             print(f"\n{difference}\n")
-        print(f"evidence: {outcome.run.workspace.show(outcome.path)}")
-        print(f"report:   {outcome.run.workspace.show(html)}")
+        print(f"evidence: {shown(outcome.path)}")
+        print(f"report:   {shown(html)}")
         print(page.sentence(statement))
     raise typer.Exit({"EQUAL": 0, "DIFFERENT": 1, "NOT_OBSERVED": 3}[statement.verdict])
 
@@ -111,6 +111,8 @@ def _locate(
 
 
 def _table(predicate) -> None:
+    from samebits.gates import page
+
     numbers = ("tokens", "mismatches", "max |dlogp|", "its mismatches")
     columns = ("leg", "pair", *numbers[:3], "control", numbers[3])
     rows = []
@@ -127,16 +129,22 @@ def _table(predicate) -> None:
         )
         rows.append(row)
     for record in predicate["oracle"]:
-        aligned, stock = (float(record[f"{a}_mean"]["decimal"]) for a in ("aligned", "stock"))
+        means, largest = (
+            [float(record[f"{arm}_{of}"]["decimal"]) for arm in ("aligned", "stock")]
+            for of in ("mean", "max")
+        )
         control = record["control"]
         row = (
             "O",
             record["name"],
             f"{record['tokens']:,}",
             "-",
-            f"mean {aligned:.3g}, stock {stock:.3g}",
+            f"mean {means[0]:.3g}, stock {means[1]:.3g} (max {largest[0]:.3g}, {largest[1]:.3g})",
             control["name"],
             f"mean {float(control['mean']['decimal']):.3g}",
         )
         rows.append(row)
     show_table(columns, rows, right=numbers)
+    if predicate["rl"]:
+        show_table(page.RL_COLUMNS, page.rl_rows(predicate), right=page.RL_COLUMNS[1:])
+    print(page.in_total(predicate))

@@ -32,6 +32,7 @@ def reproduce(
     """
     from samebits import recipe as recipes
     from samebits.cli.evidence import reproduction_lines
+    from samebits.errors import shown
     from samebits.evidence import reproduction
     from samebits.gates.prove import rerun
     from samebits.patching.workspace import Workspace
@@ -55,5 +56,5 @@ def reproduce(
         print("\n".join(reproduction_lines(report)))
         for difference in outcome.differences:
             print(f"\n{difference}")
-        print(f"statement: {Workspace.find().show(path)}")
+        print(f"statement: {shown(path)}")
     raise typer.Exit(reproduction.Checked(path, made, ()).exit_code)

@@ -41,13 +41,17 @@ def catalog() -> dict[str, dict[str, str]]:
     return merged
 
 
+def shown(path: Path) -> str:
+    """`path` as the current folder sees it: relative inside of it and absolute elsewhere."""
+    here, path = Path.cwd(), path.absolute()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def word(value: object) -> str:
-    """`value` as one word of a hint: quoted where a shell needs it; a path as the current folder
-    sees it, relative inside of it and absolute elsewhere."""
+    """`value` as one word of a hint: quoted where a shell needs it; a path as in `shown`."""
     text = str(value)
     if isinstance(value, Path):
-        here, path = Path.cwd(), value.absolute()
-        text = str(path.relative_to(here) if path.is_relative_to(here) else path)
+        text = shown(value)
         text = f"./{text}" if text.startswith("-") else text
     return shlex.quote(text)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from samebits.errors import Refused, word
+from samebits.errors import Refused, shown, word
 from samebits.patching import git, trees
 from samebits.patching.pins import Pin
 from samebits.patching.series import Series
@@ -44,7 +44,7 @@ def write(workspace: Workspace, pin: Pin, model: str) -> Branch:
         if not target.exists():
             target.mkdir(parents=True)
             git.run(target, "init", "-q", "--bare")
-        _refuse_foreign(workspace, target, name)
+        _refuse_foreign(target, name)
         before = trees.head_tree(source, trees.root_commit(source))
         after = trees.head_tree(source)
         first = git.text(source, "commit-tree", before, "-F", "-", stdin=_snapshot(pin, before))
@@ -77,7 +77,7 @@ def _changes(workspace: Workspace, pin: Pin, model: str, first: str, tree: str) 
     ).encode()
 
 
-def _refuse_foreign(workspace: Workspace, target: Path, name: str) -> None:
+def _refuse_foreign(target: Path, name: str) -> None:
     try:
         messages = git.text(target, "log", "--format=%an%x00%s", f"refs/heads/{name}", "--")
     except git.GitFailed:
@@ -86,7 +86,7 @@ def _refuse_foreign(workspace: Workspace, target: Path, name: str) -> None:
     if len(ours) != 2 or not all(ours):
         raise Refused(
             "SB0121",
-            seen=f"{workspace.show(target)} has {len(ours)} commits on {name}",
+            seen=f"{shown(target)} has {len(ours)} commits on {name}",
             required="the two commits that this command writes",
             hint=f"git -C {word(target)} branch -m {word(name)} {word(f'kept/{name}')}",
         )

@@ -7,10 +7,11 @@ around them.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -165,16 +166,15 @@ def drift(workspace: Workspace, pin: Pin, against: str, model: str | None = None
 
     One finding for each patch that does not start from the very blobs it was made for; patches
     after it are tried on what could be applied. `pin-moved` heads the list where the release is
-    another one; alone it means that every patch applies as it is.
+    another one; alone it means that every patch applies as it is. Of a folder only the files that
+    the patches touch, and its `PKG-INFO`, are read, so that nothing else there moves the pin.
     """
     series = Series(workspace, pin.name)
     patches = series.patches(model)
     found: list[Finding] = []
     with _scratch(workspace, pin) as work:
-        _take(workspace, pin, against, work)
-        tree = trees.head_tree(work)
-        if tree != pin.tree:
-            found.append(Finding(pin.name, "", "pin-moved", f"tree {tree}, pinned {pin.tree}"))
+        if moved := _take(workspace, pin, patches, against, work):
+            found.append(Finding(pin.name, "", "pin-moved", moved))
         for patch in patches:
             if reason := _drift_of(work, patch):
                 found.append(Finding(pin.name, patch.name, *reason))
@@ -206,28 +206,68 @@ def _applies(work: Path, patch: Patch, *options: str) -> bool:
     return True
 
 
-def _take(workspace: Workspace, pin: Pin, against: str, work: Path) -> None:
-    """Make `work` a repository of one commit that holds the other release."""
+def _take(
+    workspace: Workspace, pin: Pin, patches: list[Patch], against: str, work: Path
+) -> str | None:
+    """Make `work` a repository of one commit that holds the other release; how the pin moved."""
     path = Path(against)
     if path.is_dir():
         if (path / ".git").exists():
+            _check_touched(pin, path, patches, lambda name: git.blob(path, "HEAD", name))
             work.mkdir()
             git.take(path, work, f"{pin.distribution}, from a checkout")
-            return
-        shutil.copytree(path, work, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    elif path.is_file():
-        _unpack(path, work)
-    elif re.fullmatch(r"\d+(\.\w+)+", against):
-        _unpack(_other_release(workspace, pin, against), work)
+        else:
+            _check_touched(pin, path, patches, lambda name: os.path.lexists(path / name))
+            return _copy_touched(pin, path, patches, work)
     else:
+        if path.is_file():
+            _unpack(path, work)
+        elif re.fullmatch(r"\d+(\.\w+)+", against):
+            _unpack(_other_release(workspace, pin, against), work)
+        else:
+            raise Refused(
+                "SB0104",
+                seen=f"{against} is no file, folder or version",
+                required="an sdist, a source folder or a version of " + pin.distribution,
+                hint="samebits patch drift --help",
+            )
+        git.init(work)
+        git.commit_all(work, f"{pin.distribution} {path.name}")
+    tree = trees.head_tree(work)
+    return None if tree == pin.tree else f"tree {tree}, pinned {pin.tree}"
+
+
+def _check_touched(
+    pin: Pin, folder: Path, patches: list[Patch], holds: Callable[[str], object]
+) -> None:
+    """Refuse, before anything is copied, a folder with no file that the patches change."""
+    changed = [path for path, before in trees.first_blobs(patches).items() if before]
+    if changed and not any(map(holds, changed)):
         raise Refused(
-            "SB0104",
-            seen=f"{against} is no file, folder or version",
-            required="an sdist, a source folder or a version of " + pin.distribution,
-            hint="samebits patch drift --help",
+            "SB0125",
+            seen=f"{folder} has none of the {len(changed)} files that the patches change",
+            required=f"a source folder of {pin.distribution}, with {changed[0]} or another of them",
+            hint=f"ls {word(folder)}",
         )
+
+
+def _copy_touched(pin: Pin, folder: Path, patches: list[Patch], work: Path) -> str | None:
+    """Commit the files that the patches touch; says which of them, or what version, is another."""
+    work.mkdir()
     git.init(work)
-    git.commit_all(work, f"{pin.distribution} {path.name}")
+    wanted = trees.first_blobs(patches)
+    for name in wanted:
+        if os.path.lexists(folder / name):
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(folder / name, work / name, follow_symlinks=False)
+    git.commit_all(work, f"{pin.distribution} {folder.name}")
+    info = folder / "PKG-INFO"
+    text = info.read_text(errors="replace") if info.is_file() else ""
+    version = re.search(r"^Version: (\S+)", text, re.MULTILINE)
+    if version and version[1] != pin.version:
+        return f"version {version[1]}, pinned {pin.version}"
+    moved = [name for name, blob in wanted.items() if git.blob(work, "HEAD", name) != blob]
+    return f"{moved[0]} is another file than that of {pin.version}" if moved else None
 
 
 def _unpack(sdist: Path, work: Path) -> None:

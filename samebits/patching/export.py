@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from samebits import files
-from samebits.errors import Different, Refused, word
+from samebits.errors import Different, Refused, shown, word
 from samebits.patching import git, index, pins, trees
 from samebits.patching.header import Patch, lint, slug
 from samebits.patching.pins import Pin
@@ -138,7 +138,7 @@ def export(
         if lost:
             raise Refused(
                 "SB0117",
-                seen=f"{workspace.show(tree)} has no commit for {', '.join(lost)}",
+                seen=f"{shown(tree)} has no commit for {', '.join(lost)}",
                 required="a commit for each patch of order",
                 hint=f"samebits patch export {pin.name} --write "
                 + " ".join(f"--drop {word(name)}" for name in lost),
@@ -162,7 +162,7 @@ def export(
                 seen=f"changed {result.changed}, added {result.added}, dropped {result.dropped}"
                 if result.differs
                 else "the commits are in another order than `order`",
-                required=f"patches/{pin.name} as the commits of {workspace.show(tree)}",
+                required=f"patches/{pin.name} as the commits of {shown(tree)}",
                 hint=f"samebits patch export {pin.name} --write",
             )
     return result

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits import files
-from samebits.errors import Refused
+from samebits.errors import Refused, shown
 from samebits.patching.pins import Pin
 from samebits.patching.workspace import Workspace
 
@@ -33,7 +33,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def check_file(workspace: Workspace, path: Path, pin: Pin, hint: str) -> None:
+def check_file(path: Path, pin: Pin, hint: str) -> None:
     """Refuse `path` unless its size and sha256 are the pin's."""
     size = path.stat().st_size
     if size != pin.size:
@@ -45,18 +45,18 @@ def check_file(workspace: Workspace, path: Path, pin: Pin, hint: str) -> None:
             return
     raise Refused(
         "SB0105",
-        seen=f"{workspace.show(path)}: {seen}",
+        seen=f"{shown(path)}: {seen}",
         required=f"{pin.sdist}: {required}",
         hint=hint,
     )
 
 
-def check_given(workspace: Workspace, given: Path, pin: Pin) -> None:
+def check_given(given: Path, pin: Pin) -> None:
     """Refuse a file that a user passed unless it is the pinned sdist."""
     hint = f"samebits patch apply {pin.name}"  # fetches the right one
     if not given.is_file():
         raise Refused("SB0105", seen=f"{given} is no file", required=pin.sdist, hint=hint)
-    check_file(workspace, given, pin, hint)
+    check_file(given, pin, hint)
 
 
 def sdist(workspace: Workspace, pin: Pin, given: Path | None = None) -> Path:
@@ -68,12 +68,12 @@ def sdist(workspace: Workspace, pin: Pin, given: Path | None = None) -> Path:
     other = f"samebits patch apply {pin.name} --from FILE"
     with workspace.lock(f"sdist-{pin.name}"), workspace.writing():
         if given is not None:
-            check_given(workspace, given, pin)
+            check_given(given, pin)
         if target.exists():
             try:
-                check_file(workspace, target, pin, other)
+                check_file(target, pin, other)
             except Refused as refused:
-                aside = workspace.show(files.move_aside(target, "bad"))
+                aside = shown(files.move_aside(target, "bad"))
                 print(f"{refused.seen}: moved to {aside}", file=sys.stderr)
             else:
                 return target
@@ -91,7 +91,7 @@ def sdist(workspace: Workspace, pin: Pin, given: Path | None = None) -> Path:
         found = find(pin.distribution, pin.version, filename=pin.sdist)
         download(workspace, found, part, pin.size, f"samebits patch apply {pin.name}")
         try:
-            check_file(workspace, part, pin, other)
+            check_file(part, pin, other)
         except Refused:
             part.unlink()  # whole, and wrong: continuing it can only fail again
             raise

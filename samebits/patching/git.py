@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -88,8 +90,11 @@ def run(folder: Path, *args: str, stdin: bytes | None = None) -> bytes:
         ) from None
     if done.returncode:
         text = (done.stderr + done.stdout).decode(errors="replace").strip()
-        if "No space left on device" in text:
-            raise OSError(28, "No space left on device", str(folder))
+        for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if os.strerror(code) in text or (
+                code == errno.EFBIG and done.returncode == -signal.SIGXFSZ
+            ):
+                raise OSError(code, os.strerror(code), str(folder))
         raise GitFailed(
             "SB0103",
             seen=text,

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from samebits import files
-from samebits.errors import Different, Refused, word
+from samebits.errors import Different, Refused, shown, word
 from samebits.patching import fetch, git, pins
-from samebits.patching.header import Patch
+from samebits.patching.header import Patch, lint
 from samebits.patching.pins import Pin
 from samebits.patching.series import Series
 from samebits.patching.workspace import Workspace
@@ -149,6 +149,17 @@ def try_patch(folder: Path, patch: Patch) -> tuple[str, str] | None:
     return None
 
 
+def check_header(pin: Pin, patch: Patch) -> None:
+    """Refuse a patch whose header does not say what a header has to (SB0109)."""
+    if wrong := lint(patch, pin.tag):
+        raise Refused(
+            "SB0109",
+            seen=f"{patch.name}: {'; '.join(wrong)}",
+            required="every line of patches/TEMPLATE.txt",
+            hint=f"samebits patch apply {pin.name} --edit",
+        )
+
+
 def apply_patch(workspace: Workspace, folder: Path, upstream: str, patch: Patch) -> None:
     """Commit one patch on HEAD; refuses where the blobs before or after are not those it names."""
     if failure := try_patch(folder, patch):
@@ -197,19 +208,21 @@ def build(
 ) -> Path:
     """Build (or verify) the tree of `model`; returns `build/<upstream>/<tree-id>`.
 
-    Errors: Refused where series, patches or input are wrong or an existing tree was edited;
-    Different where the result is not the recorded tree id.
+    Errors: Refused where series, headers, patches or input are wrong, or an existing tree was
+    edited; Different where the result is not the recorded tree id.
     """
     series = Series(workspace, pin.name)
     patches = series.patches(model)
+    for patch in patches:
+        check_header(pin, patch)
     recorded = (pin.trees or {}).get(model)
     with workspace.lock(pin.name), workspace.writing():
         if given is not None:  # before a tree is reused: the file may be another one
-            fetch.check_given(workspace, given, pin)
+            fetch.check_given(given, pin)
         if recorded and checkout is None and not clean:
             target = tree_folder(workspace, pin.name, recorded)
             if target.exists() and _current(workspace, pin.name, recorded, model, patches):
-                verify(workspace, pin.name, model, target)
+                verify(pin.name, model, target)
                 return target
         with scratch(workspace, pin.name) as folder:
             work = folder / "tree"
@@ -233,9 +246,9 @@ def build(
             target = tree_folder(workspace, pin.name, tree)
             if target.exists():
                 if clean:
-                    _move_aside_if_edited(workspace, target)
+                    _move_aside_if_edited(target)
                 else:
-                    verify(workspace, pin.name, model, target)
+                    verify(pin.name, model, target)
             if not target.exists():
                 work.rename(target)
             _write_record(
@@ -303,7 +316,7 @@ def _write_record(workspace: Workspace, upstream: str, tree: str, record: dict, 
     files.write_atomic(path, text.encode())
 
 
-def verify(workspace: Workspace, upstream: str, model: str, folder: Path) -> None:
+def verify(upstream: str, model: str, folder: Path) -> None:
     """Refuse a tree that is not, file by file, the commit that its folder is named after."""
     hint = f"samebits patch apply {upstream} --model {model} --clean"
     required = f"tree {folder.name}"
@@ -313,29 +326,29 @@ def verify(workspace: Workspace, upstream: str, model: str, folder: Path) -> Non
     except git.GitFailed as error:
         raise Refused(
             "SB0114",
-            seen=f"{workspace.show(folder)}: {error.message}",
+            seen=f"{shown(folder)}: {error.message}",
             required=required,
             hint=hint,
         ) from None
     if tree != folder.name:
         raise Refused(
             "SB0114",
-            seen=f"{workspace.show(folder)} is at tree {tree}",
+            seen=f"{shown(folder)} is at tree {tree}",
             required=required,
             hint=hint,
         )
     if edits:
-        shown = ", ".join(edits[:5]) + (f" and {len(edits) - 5} more" if len(edits) > 5 else "")
+        names = ", ".join(edits[:5]) + (f" and {len(edits) - 5} more" if len(edits) > 5 else "")
         raise Refused(
-            "SB0114", seen=f"{workspace.show(folder)}: {shown} edited", required=required, hint=hint
+            "SB0114", seen=f"{shown(folder)}: {names} edited", required=required, hint=hint
         )
 
 
-def _move_aside_if_edited(workspace: Workspace, folder: Path) -> None:
+def _move_aside_if_edited(folder: Path) -> None:
     try:
-        verify(workspace, folder.parent.name, "-", folder)
+        verify(folder.parent.name, "-", folder)
     except Refused:
-        aside = workspace.show(files.move_aside(folder, "edited"))
+        aside = shown(files.move_aside(folder, "edited"))
         print(f"moved the edited tree to {aside}", file=sys.stderr)
     else:
         shutil.rmtree(folder)
@@ -368,7 +381,7 @@ def tree_path(upstream: str, model: str, workspace: Workspace | None = None) -> 
         if tree == recorded or record["source"] == "checkout":
             folder = tree_folder(workspace, upstream, tree)
             if folder.is_dir():
-                verify(workspace, upstream, model, folder)
+                verify(upstream, model, folder)
                 return folder
     raise Refused(
         "SB0115",
@@ -411,7 +424,7 @@ def build_edit(
     patches = Series(workspace, pin.name).patches()
     with workspace.lock(pin.name), workspace.writing():
         if given is not None:
-            fetch.check_given(workspace, given, pin)
+            fetch.check_given(given, pin)
         if folder.exists():
             if not clean:
                 return folder

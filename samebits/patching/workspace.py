@@ -17,6 +17,36 @@ LOCK_WAIT_SECONDS = 900
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
+def refusal(error: OSError, root: Path | None = None) -> Refused | None:
+    """What an error of a full or read-only disk is to the user; None for any other.
+
+    root   the checkout that is written to, where the caller knows it
+    """
+    place = root or Path.cwd()
+    if error.errno == errno.EFBIG:
+        return Refused(
+            "SB0107",
+            seen=str(error),
+            required="files of 1 GB: no smaller limit of this shell (`ulimit -f`)",
+            hint="prlimit --fsize",
+        )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Refused(
+            "SB0107",
+            seen=str(error),
+            required="about 1 GB free under build/",
+            hint=f"df -h {word(place)}",
+        )
+    if error.errno in _READ_ONLY:
+        return Refused(
+            "SB0123",
+            seen=str(error),
+            required=f"{place} and its build/ writable for this user",
+            hint=f"git clone {word(place)} ~/{word(f'{place.name}-writable')}",
+        )
+    return None
+
+
 @dataclass(frozen=True)
 class Workspace:
     """The root folder of a checkout of this project."""
@@ -47,30 +77,14 @@ class Workspace:
         """Folder of everything that can be made again."""
         return self.root / "build"
 
-    def show(self, path: Path) -> str:
-        """`path` as a user types it: relative to the root where possible."""
-        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
-
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Turn a full or read-only disk into a refusal with an id."""
         try:
             yield
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise Refused(
-                    "SB0107",
-                    seen=str(error),
-                    required="about 1 GB free under build/",
-                    hint=f"df -h {word(self.root)}",
-                ) from error
-            if error.errno in _READ_ONLY:
-                raise Refused(
-                    "SB0123",
-                    seen=str(error),
-                    required=f"{self.root} and its build/ writable for this user",
-                    hint=f"git clone {word(self.root)} ~/{word(f'{self.root.name}-writable')}",
-                ) from error
+            if known := refusal(error, self.root):
+                raise known from error
             raise
 
     @contextlib.contextmanager
@@ -87,11 +101,12 @@ class Workspace:
                     print(f"waiting for another run that works on {name}", file=sys.stderr)
                     lock.acquire(timeout=wait_seconds)
         except Timeout:
+            waited = f" after {wait_seconds:g} s" if wait_seconds else ""
             raise Refused(
                 "SB0108",
-                seen=f"{self.show(folder / f'{name}.lock')} is held for {wait_seconds:g} s",
+                seen=f"{folder / f'{name}.lock'} is held by another process{waited}",
                 required="one run at a time",
-                hint=f"fuser {word(folder / f'{name}.lock')}",
+                hint=f"fuser -v {word(folder / f'{name}.lock')}",
             ) from None
         try:
             yield

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from samebits.contract.dims import dims_of
-from samebits.errors import Refused, word
+from samebits.errors import Refused, shown, word
 from samebits.patching import fetch
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
@@ -127,7 +127,7 @@ def _verified_marker(workspace: Workspace, folder: Path) -> dict[str, Any]:
     for name, digest in marker["files"].items():
         path = folder / name
         if not path.is_file() or fetch.sha256(path) != digest:
-            raise _foreign(workspace.show(path), "missing or changed", folder)
+            raise _foreign(shown(path), "missing or changed", folder)
     return marker
 
 
@@ -178,7 +178,7 @@ def fetch_wheel(recipe: Recipe, workspace: Workspace, given: Path | None = None)
     stem = source["distribution"].replace("-", "_")
     name = f"{stem}-{source['version']}-py3-none-any.whl"
     target = workspace.build / "wheels" / name
-    again = f"rm -f {workspace.show(target)}"
+    again = f"rm -f {word(target)}"
     if target.exists():
         _check_sha256(target, source["wheel_sha256"], again)
         return target

@@ -1,4 +1,6 @@
+import errno
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -120,7 +122,90 @@ def test_a_command_that_returns_is_done(verb):
 @pytest.mark.parametrize("args", [["mesure"], ["verify"], ["explain", "--no-such-option"], []])
 def test_usage_errors(args, capsys):
     assert cli.run(args) == 2
-    assert "Usage: samebits" in "".join(capsys.readouterr())
+    shown = "".join(capsys.readouterr())
+    assert "Usage: samebits" in shown
+    assert shown.startswith("SB1009 ") == bool(args)  # without a word there is nothing wrong
+
+
+# --- streams ---
+
+COMMANDS = {
+    "env": ("env", "--json"),
+    "case": ("case", "list", "--json"),
+    "table": ("case", "list"),
+    "explain": ("explain",),
+    "help": ("--help",),
+    "measure": ("measure", "{dump}"),
+}
+
+
+def shell(line, tmp_path, name):
+    """A command through a shell that redirects; (exit code, stdout, stderr)."""
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text('{"rollout_logprobs": [-1.5], "trainer_logprobs": [-1.25]}\n')
+    words = [word.format(dump=dump) for word in COMMANDS[name]]
+    command = line.replace("COMMAND", shlex.join([sys.executable, "-m", "samebits", *words]))
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_full_output_is_an_error_with_an_id(tmp_path, name):
+    code, _, err = shell("COMMAND >/dev/full", tmp_path, name)
+    assert (code, err[:7]) == (2, "SB1008 ")
+    assert "Traceback" not in err and err.count("SB1008") == 1
+
+
+@pytest.mark.parametrize("name", ["env", "measure"])
+def test_a_closed_output_is_an_error_with_an_id(tmp_path, name):
+    code, _, err = shell("COMMAND >&-", tmp_path, name)
+    assert (code, err[:7]) == (2, "SB1008 ")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("stream", ["2>&-", "2>/dev/full", "<&-"])
+def test_other_streams_do_not_move_the_exit_code(tmp_path, stream):
+    code, out, _ = shell(f"COMMAND {stream}", tmp_path, "measure")
+    assert code == 1 and "DIFFERENT" in out
+    code, out, _ = shell(f"COMMAND --no-such-option {stream}", tmp_path, "measure")
+    assert (code, out) == (2, "")
+
+
+def test_a_table_whose_reader_left_is_interrupted(tmp_path):
+    line = "{ sleep 1; COMMAND; echo code $? >&2; } | true"
+    assert shell(line, tmp_path, "table")[2] == "code 130\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "error_id"), [("ENOSPC", "SB0107"), ("EFBIG", "SB0107"), ("EROFS", "SB0123")]
+)
+def test_a_full_disk_is_no_internal_error(verb, capsys, number, error_id):
+    def fail():
+        raise OSError(getattr(errno, number), "full")
+
+    verb(fail)
+    assert cli.run(["probe"]) == 2
+    assert capsys.readouterr().err.startswith(error_id)
+
+
+def test_a_terminated_run_removes_its_scratch_folders(tmp_path):
+    code = (
+        "import sys, tempfile, time, types, typer\nfrom samebits import cli\n"
+        "def probe():\n"
+        "    with tempfile.TemporaryDirectory(dir=sys.argv[2]):\n"
+        "        print('made', flush=True)\n"
+        "        time.sleep(60)\n"
+        "app = typer.Typer()\napp.command()(lambda folder: probe())\n"
+        "sys.modules['samebits.cli.probe'] = types.SimpleNamespace(app=app)\n"
+        "cli.VERBS['probe'] = ('probe', '')\ncli.main()"
+    )
+    command = [sys.executable, "-c", code, "probe", str(tmp_path)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "made\n"
+    child.terminate()
+    assert child.wait(30) == 130
+    assert child.stderr.read() == "interrupted; run the same command again to go on\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_reader_that_leaves_early():
@@ -128,7 +213,7 @@ def test_reader_that_leaves_early():
         "import sys, types, typer\nfrom samebits import cli\napp = typer.Typer()\n"
         "app.command()(lambda: [print('x' * 1000) for _ in range(1000)] and None)\n"
         "sys.modules['samebits.cli.probe'] = types.SimpleNamespace(app=app)\n"
-        "cli.VERBS['probe'] = ('probe', '')\nsys.exit(cli.run(['probe']))"
+        "cli.VERBS['probe'] = ('probe', '')\nsys.argv = ['samebits', 'probe']\ncli.main()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=-1)
     child.stdout.read(10)

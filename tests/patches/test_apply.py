@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,46 @@ def test_paths_for_engines(project: Project):
     record = trees.tree_record("toy", "small", project.workspace)
     assert record["source"] == "sdist"
     assert record["patches"] == [PATCH]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_paths_resolve_from_the_current_folder(project: Project, tmp_path, monkeypatch, inside):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(project.root if inside else elsewhere)
+    printed = Path(project.run("apply", "toy").out.split()[2])
+    assert printed.is_dir() and printed.is_absolute() != inside
+    (row,) = json.loads(project.run("apply", "toy", "--json").out)
+    assert row["path"] == str(printed.resolve())
+    (row,) = json.loads(project.run("apply", "toy", "--edit", "--json").out)
+    assert row["path"] == str(project.edit)
+
+
+def test_a_patch_without_its_class_is_not_applied(project: Project):
+    file = project.patches / PATCH
+    file.write_text(file.read_text().replace("Patch-Class: hook\n", ""))
+    done = project.run("apply", "toy")
+    assert (done.code, done.error_id) == (2, "SB0109")
+    assert "`Patch-Class` is missing" in done.error.seen
+    assert project.run("apply", "toy", "--edit").code == 0  # where it is corrected
+
+
+def test_a_limit_on_the_size_of_files_has_an_id(bare: Project):
+    """Of a file that we write, and of one that git writes."""
+    for limit in (512, 2048):
+        done = subprocess.run(
+            [sys.executable, "-m", "samebits", "patch", "--root", bare.root, "apply", "toy"],
+            capture_output=True,
+            text=True,
+            # Python would leave its own compiled files cut short.
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            preexec_fn=lambda limit=limit: resource.setrlimit(
+                resource.RLIMIT_FSIZE, (limit, limit)
+            ),
+        )
+        assert (done.returncode, done.stderr[:7]) == (2, "SB0107 "), done.stderr
+        assert not list((bare.root / "build/toy").glob(".building-*"))
+        assert bare.cached.exists()
 
 
 def test_missing_tree_names_the_command(project: Project):

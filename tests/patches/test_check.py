@@ -1,6 +1,7 @@
 """`samebits patch check`, `drift` and `branches`."""
 
 import json
+from pathlib import Path
 
 import pytest
 from quoted import problem
@@ -167,6 +168,44 @@ def test_drift_against_folder_and_checkout(project: Project):
     user_git(folder, "add", "-A", "-f")
     user_git(folder, "commit", "-q", "-m", "tag")
     assert reasons(project, "drift", "toy", "--against", folder) == (0, None, [])
+
+
+def test_another_folder_is_refused_before_anything_is_copied(project: Project, monkeypatch):
+    other = project.root / "other"
+    (other / "toy").mkdir(parents=True)
+    (other / "toy" / "b.py").write_text("")  # no patch touches it
+
+    def copied(*args, **kwargs):
+        pytest.fail("was copied")
+
+    for name in ("copytree", "copy2"):
+        monkeypatch.setattr(check.shutil, name, copied)
+    monkeypatch.setattr(check.git, "take", copied)
+    done = project.run("drift", "toy", "--against", other)
+    assert (done.code, done.error_id) == (2, "SB0125")
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "other"]):
+        user_git(other, *words)
+    done = project.run("drift", "toy", "--against", other)
+    assert (done.code, done.error_id) == (2, "SB0125")
+
+
+def test_of_a_folder_only_what_patches_touch_is_copied(project: Project, monkeypatch):
+    folder = project.root / "unpacked-toy-1.0.tar.gz" / "toy-1.0"
+    copied = []
+    real = check.shutil.copy2
+    monkeypatch.setattr(
+        check.shutil, "copy2", lambda a, b, **kw: copied.append(Path(a).name) or real(a, b, **kw)
+    )
+    assert reasons(project, "drift", "toy", "--against", folder) == (0, None, [])
+    assert copied == ["a.py"]
+    (folder / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 2.0\n")
+    assert reasons(project, "drift", "toy", "--against", folder) == (0, None, [("", "pin-moved")])
+    (folder / "toy/a.py").write_text("# new first line\n" + SOURCES["toy/a.py"])
+    rows = reasons(project, "drift", "toy", "--against", folder)[2]
+    assert rows == [("", "pin-moved"), (PATCH, "preimage-changed")]
+    (folder / "PKG-INFO").unlink()
+    rows = reasons(project, "drift", "toy", "--against", folder)[2]
+    assert rows == [("", "pin-moved"), (PATCH, "preimage-changed")]
 
 
 def test_drift_against_a_version(project: Project, monkeypatch):
