@@ -70,9 +70,11 @@ def _show(report: Report) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     totals = report.totals
+    tokens = totals.tokens + report.unmatched + report.infinite
     lines = {
-        "tokens": f"{totals.tokens + report.unmatched:,} in {report.sequences:,} sequences",
+        "tokens": f"{tokens:,} in {report.sequences:,} sequences",
         "different bits": f"{totals.mismatches:,}, and {report.unmatched:,} not finite",
+        **({"infinite": f"{report.infinite:,}, the same on both sides"} if report.infinite else {}),
         "|dlogp|": f"max {totals.max_abs:.3g}, mean {totals.mean_abs:.3g}",
         "K3 KL": f"{totals.k3_kl:.3g}",
         "IS ratio": f"max {totals.is_ratio_max:.6g}, median {totals.is_ratio_median:.6g}",

@@ -10,18 +10,21 @@ has a mask, only its ones count, so padded rows may stay padded.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gzip
-import io
 import json
+import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
+from rich.markup import escape
 
 from samebits.errors import Refused, word
 
@@ -50,6 +53,15 @@ ID = ("id", "uid", "request_id", "sample_id", "index")
 
 # A log-probability is at most 0; a little above it comes from rounding.
 _LARGEST = 1e-2
+_LARGE = 8 << 20  # bytes of a file that takes long enough to show how far it is read
+_KINDS = {
+    list: "a list",
+    str: "a text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,8 @@ class Dump:
 def read(paths: Many[Path]) -> Dump:
     """Read one file with both sides, or a rollout file and a trainer file; `-` is stdin.
 
-    Raises Refused SB1001 (file cannot be read), SB1002 (a line lacks a field or lengths differ),
+    A byte-order mark is skipped. Raises Refused SB1001 (file cannot be read), SB0306 (a key twice
+    in one object), SB1002 (a line lacks a field or lengths differ),
     SB1003 (values are no log-probabilities), SB1004 (ids do not join).
     """
     if len(paths) not in (1, 2):
@@ -92,32 +105,60 @@ def read(paths: Many[Path]) -> Dump:
     return Dump(tuple(found), names)
 
 
-def _opened(path: Path) -> IO[str]:
+@contextlib.contextmanager
+def _lines(path: Path) -> Iterator[Iterable[bytes]]:
+    """Lines of a dump as bytes; how much of a large file is read is shown on stderr."""
     if str(path) == "-":
-        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8")
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
+        yield sys.stdin.buffer
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn())
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        with Progress(*columns, console=Console(stderr=True), disable=size < _LARGE) as progress:
+            read = progress.wrap_file(file, total=size, description=escape(path.name))
+            yield gzip.GzipFile(fileobj=read) if path.suffix == ".gz" else read
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    count = 0
+    count = number = 0
     try:
-        with _opened(path) as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
+        with _lines(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if not text.strip():
                     continue
-                row = json.loads(line)
                 where = f"{path.name}:{number}"
+                row = json.loads(text, object_pairs_hook=functools.partial(_once, where))
                 if not isinstance(row, dict):
-                    raise _bad_line(where, f"a {type(row).__name__}", "an object")
+                    raise _bad_line(where, _KINDS[type(row)], "an object")
                 count += 1
                 yield where, row
-    # ValueError: not UTF-8, not JSON, or a number of thousands of digits
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as problem:
+    except json.JSONDecodeError as problem:
+        raise _unreadable(path, f"{problem.msg} at column {problem.colno}", number) from None
+    # ValueError: not UTF-8, or a number of thousands of digits
+    except (ValueError, RecursionError) as problem:
+        raise _unreadable(path, str(problem), number) from None
+    except (OSError, EOFError, zlib.error) as problem:
         raise _unreadable(path, str(problem)) from None
     if count == 0:
         raise _unreadable(path, "no line")
+
+
+def _once(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in row if names.count(name) > 1)
+        raise Refused(
+            "SB0306",
+            seen=f"{where}: `{twice}` {names.count(twice)} times in one object",
+            required="every key once",
+            hint="samebits explain SB0306",
+        )
+    return row
 
 
 def _both_sides(where: str, row: dict[str, Any]) -> Sequence:
@@ -254,13 +295,16 @@ def _bad_line(where: str, seen: str, required: str) -> Refused:
     )
 
 
-def _unreadable(path: Path, problem: str) -> Refused:
+def _unreadable(path: Path, problem: str, line: int = 0) -> Refused:
+    """SB1001; `line` is that of the problem, 0 where it is of the whole file."""
+    show = "zcat" if path.suffix == ".gz" else "cat"
     if str(path) == "-":
         hint = "samebits measure --help"
     elif not path.is_file():
         hint = f"ls {word(path if path.is_dir() else path.parent)}"
-    elif path.suffix == ".gz":
-        hint = f"zcat {word(path)} | head -c 300"
+    elif line:
+        hint = f"{show} {word(path)} | sed -n {line}p | tail -c 300"
     else:
-        hint = f"head -c 300 {word(path)}"
-    return Refused("SB1001", seen=f"{path}: {problem}", required="JSON Lines", hint=hint)
+        hint = f"{show} {word(path)} | head -c 300"
+    place = f"{path}:{line}" if line else str(path)
+    return Refused("SB1001", seen=f"{place}: {problem}", required="JSON Lines", hint=hint)

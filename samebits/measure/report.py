@@ -34,12 +34,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Report:
-    """`totals` counts tokens that are finite on both sides; `unmatched` counts the others."""
+    """`totals` counts tokens that are finite on both sides.
+
+    Of the others, `infinite` counts those that are the same infinity on both sides, which have
+    equal bits and no distance, and `unmatched` all that are left.
+    """
 
     files: tuple[str, ...]
     sequences: int
     totals: mismatch.Mismatch
     unmatched: int
+    infinite: int
     sequence_ratio_max: float
     sequence_ratio_median: float
     by_position: tuple[Bucket, ...]
@@ -69,14 +74,16 @@ def measure(dump: Dump, min_tokens: int = MIN_TOKENS) -> Report:
     rollout = np.concatenate([q.rollout for q in dump.sequences])
     trainer = np.concatenate([q.trainer for q in dump.sequences])
     streams = Streams(dump.sequences, rollout, trainer)
-    # Equal infinities are equal bits; anything else that is not finite has no distance.
-    unmatched = int((~streams.finite & ~(rollout == trainer)).sum())
+    infinite = int((~streams.finite & (rollout == trainer)).sum())
+    unmatched = int((~streams.finite).sum()) - infinite
     totals = mismatch.measure(streams.r, streams.t)
     ratios = [_ratio(q) for q in dump.sequences if q.rollout.size]
     smells = tuple(find(streams))
     if totals.tokens < min_tokens:  # a pattern in a handful of tokens is a guess
         smells = tuple(replace(smell, confidence="low") for smell in smells)
     verdict, reason = _verdict(streams, totals, unmatched, smells, min_tokens)
+    if infinite:
+        reason += f"; {infinite:,} more are the same infinity on both sides"
     positions = np.concatenate([np.arange(q.rollout.size) for q in dump.sequences])
     owners = np.repeat(np.arange(len(dump.sequences)), [q.rollout.size for q in dump.sequences])
     return Report(
@@ -84,6 +91,7 @@ def measure(dump: Dump, min_tokens: int = MIN_TOKENS) -> Report:
         sequences=len(dump.sequences),
         totals=totals,
         unmatched=unmatched,
+        infinite=infinite,
         sequence_ratio_max=max(ratios, default=1.0),
         sequence_ratio_median=float(np.median(ratios)) if ratios else 1.0,
         by_position=_positions(streams, positions[streams.finite]),

@@ -185,7 +185,23 @@ def test_truncated_support_on_one_side(world, report, side):
 def test_equal_infinities_are_equal(world, report):
     both = world.rollout.copy()
     both[0, 0] = -np.inf
-    assert report(rows(both, both)).verdict == "EQUAL"
+    found = report(rows(both, both))
+    assert found.verdict == "EQUAL"
+    assert (found.infinite, found.unmatched, found.totals.tokens) == (1, 0, both.size - 1)
+    assert found.reason.endswith("; 1 more are the same infinity on both sides")
+    assert report(rows(world.rollout, world.rollout)).infinite == 0
+
+
+def test_infinities_are_counted_where_people_read(world, tmp_path, capsys):
+    both = world.rollout.copy()
+    both[:, ::10] = -np.inf
+    path = write(tmp_path / "dump.jsonl", rows(both, both))
+    assert cli.run(["measure", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"tokens          {both.size:,} in 24" in shown
+    assert "infinite        144, the same on both sides" in shown
+    assert cli.run(["measure", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["infinite"] == 144
 
 
 def test_renormalised_after_top_p(world, report):
@@ -353,6 +369,8 @@ GOOD = {"id": "1", "rollout_logprobs": [-1.0, -2.0], "trainer_logprobs": [-1.0, 
         ("", "SB1001"),
         ("{", "SB1001"),
         ("[1]", "SB1002"),
+        (json.dumps(GOOD)[:-1] + ', "id": "2"}', "SB0306"),
+        (json.dumps(GOOD)[:-1] + ', "rollout_logprobs": [-1.0, -2.5]}', "SB0306"),
         (json.dumps({**GOOD, "trainer_logprobs": [-1.0]}), "SB1002"),
         (json.dumps({**GOOD, "trainer_logprobs": [-1.0, "x"]}), "SB1002"),
         (json.dumps({**GOOD, "trainer_logprobs": "text"}), "SB1002"),
@@ -379,6 +397,15 @@ def test_bad_lines(tmp_path, capsys, text, error_id):
     assert path.read_text() == text
 
 
+def test_what_is_no_object_is_named_in_english(tmp_path):
+    path = tmp_path / "dump.jsonl"
+    for text, kind in {"1": "a number", '"1"': "a text", "[1]": "a list", "null": "null"}.items():
+        path.write_text(text)
+        with pytest.raises(Refused, match="SB1002") as caught:
+            read([path])
+        assert caught.value.seen == f"dump.jsonl:1: {kind}"
+
+
 def test_unreadable_files(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"id": 1}\n' * 99)[:-9])
     (tmp_path / "plain.jsonl.gz").write_text("{}")
@@ -390,18 +417,51 @@ def test_unreadable_files(tmp_path):
 def test_hints_fit_what_is_wrong_with_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a b.jsonl").write_text("{")
+    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}")[:-9])
     hints = {
         "absent.jsonl": "ls .",
         "folder/absent.jsonl": "ls folder",
         ".": "ls .",
-        "a b.jsonl": "head -c 300 'a b.jsonl'",
+        "a b.jsonl": "cat 'a b.jsonl' | sed -n 1p | tail -c 300",
         "cut.jsonl.gz": "zcat cut.jsonl.gz | head -c 300",
+        "empty.jsonl": "cat empty.jsonl | head -c 300",
     }
     for name, hint in hints.items():
         with pytest.raises(Refused, match="SB1001") as caught:
             read([Path(name)])
         assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_the_line_that_cannot_be_read_is_named(world, tmp_path, suffix):
+    path = tmp_path / f"dump.jsonl{suffix}"
+    opened = gzip.open if suffix else open
+    whole = "".join(json.dumps(row) + "\n" for row in rows(world.rollout, world.rollout)[:20])
+    for cut in (whole[:-50].encode(), whole.encode()[:-50] + b"\xff\n"):
+        with opened(path, "wb") as file:
+            file.write(cut)
+        with pytest.raises(Refused, match="SB1001") as caught:
+            read([path])
+        assert caught.value.seen.startswith(f"{path}:20: ")
+        assert "line 1" not in caught.value.seen
+        assert caught.value.hint.endswith("sed -n 20p | tail -c 300")
+
+
+def test_a_byte_order_mark_is_skipped(world, tmp_path):
+    path = write(tmp_path / "dump.jsonl", rows(world.rollout, world.rollout))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert measure(read([path])).verdict == "EQUAL"
+
+
+def test_progress_of_a_large_file_goes_to_stderr(world, tmp_path, capsys, monkeypatch):
+    path = write(tmp_path / "dump.jsonl", rows(world.rollout, world.rollout))
+    assert cli.run(["measure", str(path)]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.modules["samebits.measure.read"], "_LARGE", 0)
+    assert cli.run(["measure", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert "dump.jsonl" in err and "dump.jsonl" not in out
 
 
 def test_a_dash_is_standard_input(world, monkeypatch):
