@@ -104,6 +104,7 @@ def show(
 ) -> None:
     """Print what a contract binds.
 
+    Exits with 1, and names the regions on stderr, where sources here are not those that it binds.
     Refuses that of a case which is not what the case's recipe asks for, or which names other
     evidence than the case's.
     """
@@ -116,11 +117,15 @@ def show(
     shown = {"file": contract.digest, "identity": contract.identity} | dict(contract.digests)
     if digests:
         _print([shown], as_json, lambda row: "\n".join(f"{k:<18}{v}" for k, v in row.items()))
-        return
-    if as_json:
+    elif as_json:
         typer.echo(json.dumps(contract.data, indent=2, sort_keys=True))
-        return
-    typer.echo("\n".join(_describe(contract, shown)))
+    else:
+        typer.echo("\n".join(_describe(contract, shown)))
+    changed = contract.changed_sources()
+    for region, why in changed.items():
+        typer.echo(f"not as bound: {region}: {why}", err=True)
+    if changed:
+        raise typer.Exit(EXIT_DIFFERENT)
 
 
 def _describe(contract: Any, shown: dict[str, str]) -> list[str]:

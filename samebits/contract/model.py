@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from samebits.contract import canonical
 from samebits.contract.dims import dims_of
 from samebits.contract.fits import misfits
+from samebits.contract.sources import source_hash
 from samebits.errors import NotObserved, Refused, word
 from samebits.plan import ReductionPlan
 
@@ -93,7 +94,7 @@ class Contract:
         what = str(path or "contract")
         data = canonical.decode(raw, what)
         canonical.check_schema(data, schema(), "SB0304", what)
-        _check_consistent(data, what)
+        _check_consistent(data, what, path)
         expected = compute_digests(data)
         for name, value in expected.items():
             if data["digests"][name] != value:
@@ -101,7 +102,7 @@ class Contract:
                     "SB0307",
                     seen=f"{what}: {name} digest {data['digests'][name][:16]}..",
                     required=f"{value[:16]}.., the digest of what the file says",
-                    hint=f"samebits contract build {data['model']['case']}",
+                    hint=_rebuild(path),
                 )
         return cls(raw, data, path)
 
@@ -185,7 +186,9 @@ class Contract:
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Refuse the contract of another case, or of an earlier state of the recipe."""
-        wrong = misfits(self.data, recipe)
+        fields = misfits(self.data, recipe)
+        named = [entry for entry in fields if not entry[0].endswith("_digest")]
+        wrong = [entry for field in named or fields for entry in _differing(*field)]
         if wrong:
             raise Refused(
                 "SB0323",
@@ -194,6 +197,33 @@ class Contract:
                 required=", ".join(f"{field} {_show(wanted)}" for field, _, wanted in wrong)
                 + f" (recipe of {recipe.case})",
                 hint=f"samebits contract build {recipe.case}",
+            )
+
+    def changed_sources(self) -> dict[str, str]:
+        """Region -> why its present source is not the bound one. Reads files, imports nothing."""
+        changed = {}
+        for region in self.regions:
+            entry = self.entry(region)
+            try:
+                content = source_hash(entry["modules"])
+            except Refused as gone:
+                changed[region] = gone.seen
+                continue
+            if content != entry["content_hash"]:
+                changed[region] = f"source of {entry['implementation']} has hash {content[:16]}.."
+        return changed
+
+    def check_sources(self) -> None:
+        """Refuse (SB0309) where the present sources are not what the contract binds."""
+        changed = self.changed_sources()
+        if changed:
+            region = next(iter(changed))
+            more = f" and {len(changed) - 1} more regions" if len(changed) > 1 else ""
+            raise Refused(
+                "SB0309",
+                seen=f"{region}: {changed[region]}{more}",
+                required=f"{self.entry(region)['content_hash'][:16]}.., which the contract binds",
+                hint=f"samebits contract diff {self.case}",
             )
 
     def check_peer(self, digest: str, peer: str = "the other engine") -> None:
@@ -231,12 +261,29 @@ class Contract:
         return bind(self, role, implementations)
 
 
+def _rebuild(path: Path | None) -> str:
+    """What makes the very file anew; one without a recipe beside it can only be understood."""
+    if path is not None and (path.parent / "recipe.yaml").is_file():
+        return f"samebits contract build {word(path.parent)}"
+    return "samebits explain SB0307"
+
+
+def _differing(field: str, found: Any, wanted: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The keys in which two values of a field differ; a digest of them says nothing more."""
+    if not (isinstance(found, Mapping) and isinstance(wanted, Mapping)) or "bits" in found:
+        yield field, found, wanted
+        return
+    for key in sorted({*found, *wanted}):
+        if found.get(key) != wanted.get(key):
+            yield f"{field}.{key}", found.get(key), wanted.get(key)
+
+
 def _show(value: Any) -> str:
     is_float = isinstance(value, dict) and set(value) == {"bits", "dtype"}
     return str(canonical.from_bits(value)) if is_float else str(value)
 
 
-def _check_consistent(data: Mapping[str, Any], what: str) -> None:
+def _check_consistent(data: Mapping[str, Any], what: str, path: Path | None) -> None:
     """What a JSON schema cannot say: each region once, keys and inner digests true."""
     problems = []
     regions = [region for entry in data["composition"] for region in entry["regions"]]
@@ -257,5 +304,5 @@ def _check_consistent(data: Mapping[str, Any], what: str) -> None:
             "SB0307",
             seen=f"{what}: {problems[0]}",
             required="a contract that agrees with itself",
-            hint=f"samebits contract build {data['model']['case']}",
+            hint=_rebuild(path),
         )

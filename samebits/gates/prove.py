@@ -107,11 +107,20 @@ class Outcome:
 
 
 def open_run(case: str, size: Size, prefix: str = "") -> Run:
-    """Recipe, contract and model of a case; everything missing is prepared or refused."""
+    """Recipe, contract and model of a case; everything missing is prepared or refused.
+
+    Refused before anything is downloaded or started: a contract that does not fit the recipe,
+    sources that are not those it binds (SB0309), a patched tree that is missing (SB0115) or was
+    edited (SB0114).
+    """
+    from samebits.patching import trees
     from samebits.weights import sources
 
     recipe = recipes.load(case)
-    contract = Contract.of(recipe)  # refuses before anything is downloaded or started
+    contract = Contract.of(recipe)
+    contract.check_sources()
+    for upstream, series in recipe.series.items():
+        trees.tree_path(upstream, series)
     model = sources.prepare(recipe)
     options = {k: v for k, v in asdict(size).items() if isinstance(v, int)}
     return Run(recipe, contract, model, options, size.flag, prefix)

@@ -37,6 +37,32 @@ def test_build_then_show_then_diff(case):
     assert (same.exit_code, same.stdout) == (0, "")
 
 
+@pytest.mark.parametrize("options", [[], ["--json"], ["--digests"]])
+def test_show_says_that_sources_are_not_those_that_are_bound(case, monkeypatch, options):
+    run.invoke(app, ["build", str(case)])
+    whole = run.invoke(app, ["show", str(case), *options])
+    assert (whole.exit_code, whole.stderr) == (0, "")
+    monkeypatch.setattr("samebits.contract.model.source_hash", lambda modules: "0" * 64)
+    changed = run.invoke(app, ["show", str(case), *options])
+    assert (changed.exit_code, changed.stdout) == (1, whole.stdout)
+    assert "not as bound: rope: source of rope.cpu.1 has hash 0000" in changed.stderr
+
+
+def test_a_file_at_odds_with_itself_is_told_how_to_make_that_file(case, tmp_path):
+    run.invoke(app, ["build", str(case)])
+    text = (case / "contract.json").read_text()
+    digest = Contract.load(case).digests["semantic"]
+    elsewhere = tmp_path / "copy.json"
+    for file, hint in (
+        (case / "contract.json", f"samebits contract build {case}"),
+        (elsewhere, "samebits explain SB0307"),
+    ):
+        file.write_text(text.replace(digest, "0" * 64))
+        with pytest.raises(Refused, match="SB0307") as caught:
+            Contract.load(file)
+        assert caught.value.hint == hint
+
+
 def test_diff_exits_1_and_names_the_fields(case, tmp_path):
     run.invoke(app, ["build", str(case)])
     other = tmp_path / "other"

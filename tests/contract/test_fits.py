@@ -92,6 +92,19 @@ def test_a_recipe_that_changed_is_refused_until_its_contract_is_built(checkout, 
     assert field in [name for name, _, _ in misfits(Contract.load(recipe.folder).data, recipe)]
 
 
+def test_a_misfit_is_told_in_the_keys_that_differ(checkout):
+    path = checkout / "qwen3-tiny/recipe.yaml"
+    text = path.read_text()
+    for old, new, seen in (
+        ("kv_blocks: 256", "kv_blocks: 128", "deployment.kv_blocks 256"),
+        ("vocab_size: 1024", "vocab_size: 2048", "model.dims.vocab_size 1024"),
+    ):
+        path.write_text(text.replace(old, new))
+        with pytest.raises(Refused, match="SB0323") as error:
+            Contract.of(recipes.load("qwen3-tiny"))
+        assert error.value.seen.endswith(f"contract.json: {seen}")
+
+
 def test_new_layouts_are_refused_by_every_command(checkout, capsys):
     path = checkout / "qwen3-tiny/recipe.yaml"
     path.write_text(path.read_text().replace("trainer_tp: [1, 2]", "trainer_tp: [3]"))
