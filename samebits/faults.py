@@ -70,18 +70,35 @@ def _gdn_decay_doubled() -> None:
 
 def _norm_rounded_early() -> None:
     """RMSNorm rounds to bf16 before it applies its weight, not after (B, C)."""
-    import torch
+    from samebits.ops import rms_norm
 
+    rms_norm.rms_norm = _rounding_early(rms_norm.rms_norm)
+
+
+def _norm_rounded_by_rows() -> None:
+    """The same, but only where RMSNorm is given more than one row (A, B)."""
     from samebits.ops import rms_norm
 
     right = rms_norm.rms_norm
+    early = _rounding_early(right)
+
+    @functools.wraps(right)
+    def norm(x, weight, *rest, **options):
+        chosen = right if x.numel() == weight.numel() else early
+        return chosen(x, weight, *rest, **options)
+
+    rms_norm.rms_norm = norm
+
+
+def _rounding_early(right):
+    import torch
 
     def early(x, weight, eps, zero_centred=False):
         plain = right(x, torch.ones_like(weight), eps).float()
         factor = weight.float() + 1 if zero_centred else weight.float()
         return (plain * factor).to(x.dtype)
 
-    rms_norm.rms_norm = early
+    return early
 
 
 def _scale_rounded() -> None:
@@ -185,6 +202,7 @@ PLANTED = {
     "other_gdn_schedule": _other_gdn_schedule,
     "gdn_decay_doubled": _gdn_decay_doubled,
     "norm_rounded_early": _norm_rounded_early,
+    "norm_rounded_by_rows": _norm_rounded_by_rows,
     "scale_rounded": _scale_rounded,
     "logits_rounded": _logits_rounded,
     "temperature_of_one_side": _temperature_of_one_side,
