@@ -44,7 +44,11 @@ def as_bits(logprobs) -> np.ndarray:
 
 
 def measure(rollout, trainer) -> Mismatch:
-    """Compare two equally long streams; an element that is NaN on either side is a mismatch."""
+    """Compare two equally long streams; an element that is NaN on either side is a mismatch.
+
+    Also where both sides hold the same NaN: it is no number that they agree on. Distances are NaN
+    then, so that whoever asks for a finite one sees it.
+    """
     left, right = as_bits(rollout).ravel(), as_bits(trainer).ravel()
     if left.size != right.size:
         raise ValueError(f"{left.size} rollout tokens against {right.size} trainer tokens")

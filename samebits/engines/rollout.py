@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -116,6 +117,7 @@ class RolloutEngine:
 
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
+        self._sizes: dict[str, Counter[str]] = {"generate": Counter(), "score": Counter()}
         self._log = tempfile.TemporaryFile("w+b", prefix="samebits-rollout-")  # noqa: SIM115
         started = time.monotonic()
         self._say(f"starting vLLM ({settings.arithmetic}, {settings.tensor_parallel_size} rank(s))")
@@ -142,11 +144,18 @@ class RolloutEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample every request at temperature 1, all submitted at once, in the given order."""
-        return self._call("generate", list(requests))
+        return self._counted("generate", list(requests))
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Score]:
         """Log-probabilities of given tokens, computed as prompts (the prefill path)."""
-        return self._call("score", [list(tokens) for tokens in sequences])
+        return self._counted("score", [list(tokens) for tokens in sequences])
+
+    def _counted(self, name: str, arguments: list[Any]) -> Any:
+        """A call, and the sizes of the batches that it took."""
+        before = Counter(self._hazards()["batch_sizes"])
+        answer = self._call(name, arguments)
+        self._sizes[name] += Counter(self._hazards()["batch_sizes"]) - before
+        return answer
 
     def sync_weights(self, manifest: Manifest) -> dict[str, Any]:
         """Load a transfer of `weights.transport.send`, drop cached state, and check what is live.
@@ -203,7 +212,29 @@ class RolloutEngine:
         return self._rpc("samebits_served", reset)[0]
 
     def stats(self, reset: bool = False) -> dict[str, Any]:
-        """Hazards that fired, counted from the scheduler's outputs (`hooks.vllm.hazards`)."""
+        """Hazards that fired, counted from the scheduler's outputs (`hooks.vllm.hazards`).
+
+        With them `batch_sizes_of`: the same batch sizes, for `generate` and `score` apart; and
+        `ranks`: workers that computed rows of bound regions (none with stock arithmetic). SB0518
+        where these are not as many as vLLM's tensor-parallel size.
+        """
+        served = self._rpc("samebits_served", False)
+        ranks = sum(any(rows.values()) for rows in served)
+        size = self._call("tensor_parallel_size")
+        if ranks not in (0, size) or len(served) != size:
+            raise Refused(
+                "SB0518",
+                seen=f"{ranks} of {len(served)} workers computed rows",
+                required=f"{size}, vLLM's tensor-parallel size",
+                hint="samebits explain SB0518",
+            )
+        sizes = {name: dict(found) for name, found in self._sizes.items()}
+        report = self._hazards(reset)
+        if reset:
+            self._sizes = {name: Counter() for name in self._sizes}
+        return {**report, "batch_sizes_of": sizes, "ranks": ranks}
+
+    def _hazards(self, reset: bool = False) -> dict[str, Any]:
         return self._rpc("samebits_hazards", reset)[0]
 
     def row_digests(self, on: bool) -> dict[str, dict[int, int]]:

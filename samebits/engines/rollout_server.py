@@ -106,6 +106,10 @@ class Server:
             return error.error_id
         return None
 
+    def tensor_parallel_size(self) -> int:
+        """Ranks of the model, as vLLM was configured."""
+        return self._llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size
+
     def reset_prefix_cache(self) -> int:
         """Drop the prefix cache; returns the blocks dropped. Refused SB0515 while in use."""
         outcome: Any = self._llm.reset_prefix_cache()

@@ -106,6 +106,7 @@ class Trainer:
         self.micro_tokens = micro_tokens
         self.step = 0
         self._loaded = False
+        self._digest_columns: set[int] = set()
         self._bind(Path(model_dir), contract)
         self.arch.refuse_tp(tp_size)
         require_patched(hybrid=self.arch.linear is not None)
@@ -315,7 +316,16 @@ class Trainer:
     def _row_digests(self, logits: torch.Tensor) -> list[str]:
         from samebits.hooks.megatron.logprob import row_digests
 
+        self._digest_columns.add(logits.shape[-1])
         return row_digests(logits.float(), self.group)
+
+    def extent(self, served: bool) -> dict[str, int]:
+        """Collective. `ranks`: how many ranks of the group say `served`; `digest_columns`: columns
+        that row digests covered so far, all ranks together, 0 where not every row had as many."""
+        columns = max(self._digest_columns, default=0) if len(self._digest_columns) == 1 else 0
+        sums = torch.tensor([int(served), columns])
+        dist.all_reduce(sums, group=self.group)
+        return dict(zip(("ranks", "digest_columns"), sums.tolist(), strict=True))
 
     # -- training --------------------------------------------------------------------------------
 

@@ -132,7 +132,8 @@ class TrainerProcess:
                 self._call("release", {})
 
     def info(self) -> dict[str, Any]:
-        """Contract digest, probe answers, served counts, step and peak memory of rank 0."""
+        """Contract digest, probe answers, served counts, step and peak memory of rank 0, and how
+        many `ranks` served rows, with how many `digest_columns` (`Trainer.extent`)."""
         return self._call("info", {})
 
     def reset_served(self) -> None:

@@ -46,15 +46,20 @@ class Worker:
         return self.info()
 
     def info(self) -> dict:
-        """What this rank is bound to, and what it has served since `reset_served`."""
-        binding = self.trainer.binding
+        """What this rank is bound to, and what it has served since `reset_served`; collective.
+
+        `ranks` and `digest_columns` are those of `Trainer.extent`; with stock arithmetic, which
+        serves nothing that is counted, no rank has served.
+        """
+        binding, served = self.trainer.binding, registry.served()
         return {
             "contract_digest": self.trainer.contract_digest,
             "arithmetic": runtime.arithmetic(),
             "fault": runtime.fault(),
             "platform_status": binding.status if binding else None,
             "answers": dict(binding.answers) if binding else {},
-            "served": registry.served(),
+            "served": served,
+            **self.trainer.extent(any(served.values())),
             "step": self.trainer.step,
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from samebits import prompts
 from samebits.contract import canonical
 from samebits.contract.sources import source_hash
+from samebits.evidence import pairs
 
 if TYPE_CHECKING:
     from samebits.contract import Contract
@@ -88,18 +89,17 @@ def bound_sources(contract: Contract) -> list[dict[str, Any]]:
 def sources(contract: Contract) -> list[dict[str, Any]]:
     """Bound implementations and hooks with their content hashes."""
     bound = [_source(entry["name"], entry["modules"]) for entry in bound_sources(contract)]
-    return bound + hook_sources(_binds_gdn(bound))
-
-
-def _binds_gdn(named: list[dict[str, Any]]) -> bool:
-    return any(source["name"].startswith("implementation/gdn.core.") for source in named)
+    return bound + hook_sources(pairs.has_states(bound))
 
 
 def changed_sources(recorded: list[dict[str, Any]]) -> list[str]:
     """Names of recorded sources whose files, or whose set of files, are no longer the same."""
     from samebits.errors import Refused
 
-    now = {source["name"]: source["content_hash"] for source in hook_sources(_binds_gdn(recorded))}
+    now = {
+        source["name"]: source["content_hash"]
+        for source in hook_sources(pairs.has_states(recorded))
+    }
     changed = []
     for source in recorded:
         try:

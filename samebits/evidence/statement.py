@@ -25,7 +25,7 @@ UNSIGNED = (
     "only running it again shows a forgery."
 )
 # Goes up when the rules of `verdict` change.
-VERIFIER = {"id": "samebits.evidence", "version": "2"}
+VERIFIER = {"id": "samebits.evidence", "version": "3"}
 
 
 def schema() -> dict[str, Any]:
@@ -260,7 +260,7 @@ def build(
     happenstance  `started` and `finished` (ISO 8601), host class, clocks; never compared
     trees         upstream -> tree id that really ran (default: those that pins.yaml records)
     dependencies  uri -> sha256 of what was read (default: the case's weights and prompts, now)
-    intent        versions and settings that could move bits (default: the contract's platforms)
+    intent        versions and settings that could move bits (`contract.platform.describe`)
     repeats       run name -> `streams_digest` of a repeat on this machine
     shard         `all`, or `IofN` for a part; `merge` refuses the same part twice
     """

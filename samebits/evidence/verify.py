@@ -16,7 +16,7 @@ from samebits.errors import (
     NotObserved,
     Refused,
 )
-from samebits.evidence import current
+from samebits.evidence import current, required
 from samebits.evidence.statement import VERIFIER, Statement, required_legs
 from samebits.evidence.verdict import DIFFERENT, EQUAL, Judgement, judge, judge_legs
 
@@ -146,6 +146,7 @@ def stale_reasons(statement: Statement, recipe: recipes.Recipe) -> list[str]:
         reasons.append("recipe changed")
     elif not reasons:
         _check_parameters(statement, recipe)
+        required.check(statement, recipe)
     return reasons + changes(statement, recipe)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from samebits import files, report
 from samebits.evidence import DifferenceReport
 from samebits.evidence.statement import Statement
-from samebits.evidence.verdict import judge
+from samebits.evidence.verdict import diverged, judge
 from samebits.gates.run import Stage
 from samebits.gates.streams import Stream
 
@@ -32,10 +32,10 @@ def sentence(statement: Statement) -> str:
         count[1] += row["tokens"]
     counts = ", ".join(f"{leg} {wrong:,} of {tokens:,}" for leg, (wrong, tokens) in legs.items())
     controls = [row["control"] for row in rows if row["control"]]
-    diverged = sum(control["mismatches"] > 0 for control in controls)
+    seen = sum(diverged(control) for control in controls)
     return (
         f"{statement.case}: {statement.verdict}; mismatches per leg: {counts}; "
-        f"{diverged} of {len(controls)} negative controls diverged"
+        f"{seen} of {len(controls)} negative controls diverged"
     )
 
 
@@ -82,11 +82,77 @@ def _oracles(predicate: Mapping[str, Any]) -> list[dict[str, Any]]:
             **record,
             "aligned": _shown(record["aligned_mean"]),
             "stock": _shown(record["stock_mean"]),
+            "aligned_max": _shown(record["aligned_max"]),
+            "stock_max": _shown(record["stock_max"]),
             "control": record["control"]["name"] if record["control"] else "-",
             "control_mean": _shown(record["control"] and record["control"]["mean"]),
         }
         for record in predicate["oracle"]
     ]
+
+
+def rl_arms(predicate: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One entry for each arm of the RL run, over all of its steps; none where no RL run was.
+
+    mean_abs and k3_kl are means over all tokens. Medians cannot be added up: is_ratio_median holds
+    the lowest and the highest of the steps.
+    """
+    arms = []
+    for arm in ("aligned", "stock") if predicate["rl"] else ():
+        steps = predicate["rl"][arm]
+        if not steps:
+            continue
+        tokens = sum(step["tokens"] for step in steps)
+        values = {name: [float(step[name]["decimal"]) for step in steps] for name in _OF_STEPS}
+        weights = [step["tokens"] / max(1, tokens) for step in steps]
+        medians = values["is_ratio_median"]
+        arms.append(
+            {
+                "arm": arm,
+                "steps": len(steps),
+                "tokens": tokens,
+                "mismatches": sum(step["mismatches"] for step in steps),
+                "max_abs": float(np.max(values["max_abs"])),
+                "mean_abs": float(np.dot(weights, values["mean_abs"])),
+                "k3_kl": float(np.dot(weights, values["k3_kl"])),
+                "is_ratio_max": float(np.max(values["is_ratio_max"])),
+                "is_ratio_median": (float(np.min(medians)), float(np.max(medians))),
+            }
+        )
+    return arms
+
+
+_OF_STEPS = ("max_abs", "mean_abs", "k3_kl", "is_ratio_max", "is_ratio_median")
+
+
+def rl_rows(predicate: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """`rl_arms` as cells of text: arm, steps, tokens, mismatches, max and mean |dlogp|, K3 KL, IS
+    ratio max and median (lowest to highest of the steps, where they are not one)."""
+    rows = []
+    for arm in rl_arms(predicate):
+        low, high = (f"{value:.6g}" for value in arm["is_ratio_median"])
+        distances = (f"{arm[name]:.3g}" for name in ("max_abs", "mean_abs", "k3_kl"))
+        counts = (f"{arm[name]:,}" for name in ("steps", "tokens", "mismatches"))
+        median = low if low == high else f"{low} to {high}"
+        rows.append((arm["arm"], *counts, *distances, f"{arm['is_ratio_max']:.6g}", median))
+    return rows
+
+
+RL_COLUMNS = (
+    *("RL arm", "steps", "tokens", "mismatches", "max |dlogp|", "mean |dlogp|", "K3 KL"),
+    *("IS ratio max", "IS ratio median"),
+)
+
+
+def in_total(predicate: Mapping[str, Any]) -> str:
+    """One line on all comparisons of a token in the aligned arm: of every leg, and of the RL run.
+
+    A token that two legs compare counts twice; leg E does not, because the RL run contains it.
+    """
+    arms = [arm for arm in rl_arms(predicate) if arm["arm"] == "aligned"]
+    rows = [row for row in predicate["comparisons"] if row["leg"] != "E" or not arms] + arms
+    tokens, wrong = (sum(row[count] for row in rows) for count in ("tokens", "mismatches"))
+    return f"in total: {wrong:,} of {tokens:,} comparisons of a token differ, over all legs and RL"
 
 
 def _differences(rollout: Stream, trainer: Stream) -> list[float]:
@@ -157,6 +223,9 @@ def render(
             "hazards": _hazards(predicate),
             "plots": _plots(done, steps) if steps else [],
             "steps": rows,
+            "rl_columns": RL_COLUMNS,
+            "rl_rows": rl_rows(predicate),
+            "in_total": in_total(predicate),
             "limits": predicate["limits"],
         }
     )

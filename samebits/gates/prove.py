@@ -14,9 +14,10 @@ from typing import Any
 from samebits import evidence, faults, files
 from samebits import recipe as recipes
 from samebits.contract import Contract
-from samebits.evidence import DifferenceReport
+from samebits.evidence import DifferenceReport, required
+from samebits.evidence.pairs import of_layouts
 from samebits.evidence.statement import Statement
-from samebits.evidence.verdict import CONTROL_TOKENS
+from samebits.evidence.verdict import CONTROL_TOKENS, diverged
 from samebits.gates import (
     agreement,
     capsule,
@@ -32,15 +33,6 @@ from samebits.gates.run import Run, Stage, clock, say
 from samebits.gates.streams import Counts, Stream, compare
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
-
-LIMITS = (
-    "Equality holds on one platform, engine against engine on the same kind of chip; nothing is "
-    "claimed across platforms.",
-    "Temperature 1, top-p 1, no penalties, no logits processors; other sampling is refused.",
-    "Tensor parallelism only; pipeline, context, expert and sequence parallelism are refused.",
-    "verl's algorithm functions, metrics and data structures run; its trainer loop does not.",
-    "CPU arithmetic: kernels for GPUs are not part of this statement.",
-)
 
 
 @dataclass(frozen=True)
@@ -173,7 +165,7 @@ def state(run: Run, done: Mapping[str, Stage], *, quick: bool, started: str) -> 
     return evidence.build(
         _relaxed(run.recipe, comparisons, oracles) if quick else run.recipe,
         run.contract,
-        limits=LIMITS,
+        limits=required.LIMITS,
         happenstance={"started": started, "finished": _now(), "host": platform.machine()},
         comparisons=comparisons,
         oracles=oracles,
@@ -182,7 +174,7 @@ def state(run: Run, done: Mapping[str, Stage], *, quick: bool, started: str) -> 
         intent=_intent(),
         seeds={"capsule": 11, "control": 13, **_rl_seed(run.recipe)},
         switches=_switches(run, done),
-        not_covered=["CUDA", "sequence, pipeline, context and expert parallelism"],
+        not_covered=required.NOT_COVERED,
     )
 
 
@@ -339,10 +331,15 @@ def _rl(run: Run, arithmetic: str, steps: int | None, prompts_per_step: int | No
     )
 
 
+# Ways in which a control arm computes what it prefills in a batch again.
+_SELF_CONTROLS = ("alone", "decode")
+
+
 def _planted(run: Run, controls: Sequence[capsule.Request], stock: Stage) -> Stage | None:
     """A planted fault for legs A and B, where stock happens to agree with itself."""
     streams = stock.streams
-    if all(compare(streams[arm], streams["batch"]).mismatches for arm in ("alone", "decode")):
+    pairs = (compare(streams[arm], streams["batch"]) for arm in _SELF_CONTROLS)
+    if all(diverged(_control("stock", counts)) for counts in pairs):
         return None
     fault = "k_cut_by_rows"
     return run.stage(
@@ -400,8 +397,8 @@ def _layout_works(run: Run, whole: Callable[[], Sequence[Sequence[int]]], add) -
 class _Book:
     """Collects comparison records; every one names the command that repeats it."""
 
-    def __init__(self, case: str):
-        self.command = f"samebits prove {case}"
+    def __init__(self, run: Run):
+        self.command = required.command(run.recipe.case, run.flag)
         self.records: list[dict[str, Any]] = []
 
     def add(self, leg: str, name: str, sentence: str, counts: Counts, **fields) -> None:
@@ -423,14 +420,16 @@ class _Book:
 
 
 def _control(name: str, counts: Counts) -> dict[str, Any]:
-    largest = None if counts.values is None else counts.values.max_abs
-    return evidence.control(name, counts.tokens, counts.mismatches, largest)
+    """Of whole rows, those with finite values: their digests do not say what they hold."""
+    if counts.values is None:
+        return evidence.control(name, counts.tokens, counts.finite)
+    return evidence.control(name, counts.tokens, counts.mismatches, counts.values.max_abs)
 
 
 def _judge(run: Run, done: Mapping[str, Stage]):
     """Comparison, oracle and RL records of everything that ran."""
     legs = run.recipe.legs
-    book = _Book(run.recipe.case)
+    book = _Book(run)
     _leg_a(book, done)
     (_leg_b if "rollout_paged" not in done else _leg_b_of_states)(book, done)
     _leg_c(book, done)
@@ -448,39 +447,47 @@ def _judge(run: Run, done: Mapping[str, Stage]):
 
 def _self_control(done: Mapping[str, Stage], left: str, right: str) -> dict[str, Any]:
     """Stock against itself, or the planted fault where stock happens to agree with itself."""
-    counts = compare(done["stock_rollout"].streams[left], done["stock_rollout"].streams[right])
-    if counts.mismatches or "planted_rollout" not in done:
-        return _control("stock", counts)
+    streams = done["stock_rollout"].streams
+    stock = _control("stock", compare(streams[left], streams[right]))
+    if diverged(stock) or "planted_rollout" not in done:
+        return stock
     planted = done["planted_rollout"].streams
     return _control("k_cut_by_rows", compare(planted[left], planted[right]))
 
 
 def _leg_a(book: _Book, done: Mapping[str, Stage]) -> None:
-    plain = done["rollout_plain"]
-    sizes = plain.facts["batch_hazards"]["batch_sizes"]
-    alone = plain.facts["alone_hazards"]["batch_sizes"]
-    hazards = {"batch_1": alone.get("1", 0), "batch_16": sizes.get("16", 0)}
+    """Hazards are counted where the streams of a pair came from, prefill and decode apart."""
+    plain, stress = done["rollout_plain"], done["rollout_stress"]
+    together, single = plain.facts["batch_hazards"], plain.facts["alone_hazards"]
+    mixed = stress.facts["hazards"]["batch_sizes"].get("16", 0)
+
+    def steps(hazards: Mapping[str, Any], call: str, size: str) -> int:
+        return hazards["batch_sizes_of"][call].get(size, 0)
+
     book.add(
         "A",
         "prefill-alone/prefill-batch",
         "A row computed alone equals the row in a batch.",
         compare(plain.streams["alone"], plain.streams["batch"]),
-        hazards=hazards,
+        hazards={
+            "batch_1": steps(single, "score", "1"),
+            "batch_16": steps(together, "score", "16"),
+        },
         control=_self_control(done, "alone", "batch"),
     )
     book.add(
         "A",
         "decode-alone/decode-mixed",
         "A request decoded alone equals the request decoded among others, split and preempted.",
-        compare(plain.streams["decode_alone"], done["rollout_stress"].streams["decode"]),
-        hazards=hazards,
+        compare(plain.streams["decode_alone"], stress.streams["decode"]),
+        hazards={"batch_1": steps(single, "generate", "1"), "batch_16": mixed},
     )
     book.add(
         "A",
         "decode-batch/decode-mixed",
         "Sixteen requests decoded side by side equal the same requests split and preempted.",
-        compare(plain.streams["decode_batch"], done["rollout_stress"].streams["decode"]),
-        hazards=hazards,
+        compare(plain.streams["decode_batch"], stress.streams["decode"]),
+        hazards={"batch_16": steps(together, "generate", "16")},
     )
 
 
@@ -601,22 +608,33 @@ def _layout(done: Mapping[str, Stage], side: str, tp: int) -> Stream:
     return done[f"{side}_tp{tp}"].streams[{"rollout": "score", "trainer": "padded"}[side]]
 
 
+def _ranks(done: Mapping[str, Stage], side: str, tp: int) -> int:
+    """Ranks that really computed what `_layout` returns, as the engine counted them."""
+    if side == "trainer":
+        return done["trainer" if tp == 1 else f"trainer_tp{tp}"].facts["info"]["ranks"]
+    if tp == 1:
+        return done["rollout_plain"].facts["batch_hazards"]["ranks"]
+    return done[f"rollout_tp{tp}"].facts["hazards"]["ranks"]
+
+
 def _leg_d(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
     largest = max(run.recipe.trainer_tp)
     planted = compare(done["planted_ranks"].streams["padded"], _layout(done, "rollout", 1))
     for trainer_tp in run.recipe.trainer_tp:
         for rollout_tp in run.recipe.rollout_tp:
             last = (trainer_tp, rollout_tp) == (largest, 1)
+            trained, rolled = (
+                _ranks(done, "trainer", trainer_tp),
+                _ranks(done, "rollout", rollout_tp),
+            )
+            layouts = (f"tp{trained}", f"tp{rolled}")
             book.add(
                 "D",
-                f"trainer-tp{trainer_tp}/rollout-tp{rollout_tp}",
-                f"The trainer on {trainer_tp} rank(s) equals the rollout on {rollout_tp}.",
+                of_layouts(*layouts),
+                f"The trainer on {trained} rank(s) equals the rollout on {rolled}.",
                 compare(_layout(done, "trainer", trainer_tp), _layout(done, "rollout", rollout_tp)),
-                layouts=(f"tp{trainer_tp}", f"tp{rollout_tp}"),
-                hazards={
-                    "trainer_tp2": int(trainer_tp == 2),
-                    "rollout_tp2": int(rollout_tp == 2),
-                },
+                layouts=layouts,
+                hazards={"trainer_tp2": int(trained == 2), "rollout_tp2": int(rolled == 2)},
                 control=_control("rank_order_sum", planted) if last else None,
             )
 
@@ -640,7 +658,9 @@ def _leg_e(book: _Book, done: Mapping[str, Stage]) -> None:
 
 def _leg_f(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
     trainer, stock = done["trainer"].streams, done["stock_trainer"].streams["padded"]
-    columns = {"whole_row": run.recipe.config["vocab_size"]}
+    # A digest names its columns, so equal ones cover on both sides what the trainer counted.
+    counted = done["trainer"].facts["info"]["digest_columns"]
+    columns = {"whole_row": counted if counted == run.recipe.config["vocab_size"] else 0}
     control = _control("stock", compare(stock, done["stock_rollout"].streams["batch"], "row"))
     for name, left, layout in (
         ("decode-rows/trainer-rows", done["rollout_stress"].streams["decode"], "padded"),
@@ -669,7 +689,7 @@ def _leg_o(book: _Book, run: Run, done: Mapping[str, Stage]) -> dict[str, Any]:
     planted, mean, _ = oracle.distance(done["planted_oracle"].streams["padded"], reference)
     return evidence.oracle(
         "prefill/fp32-hugging-face",
-        "The aligned arm is no further from an fp32 oracle than the stock arm.",
+        "In the mean, the aligned arm is no further from an fp32 oracle than the stock arm.",
         tokens=tokens,
         aligned=(aligned[0], aligned[1]),
         stock=(stock[0], stock[1]),
@@ -685,4 +705,4 @@ def _rl_record(run: Run, done: Mapping[str, Stage]) -> dict[str, Any]:
             evidence.rl_step(step["step"], step, step["reward"])
             for step in done[f"rl_{arm}"].facts["steps"]
         ]
-    return evidence.rl(arms["aligned"], arms["stock"], f"samebits rl {run.recipe.case}")
+    return evidence.rl(arms["aligned"], arms["stock"], required.rl_command(run.recipe.case))

@@ -7,6 +7,7 @@ of the response tokens with the trainer's score *and* with the trainer's trainin
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -56,9 +57,9 @@ def run_rl(
     """Streams `rollout` (sampled) and `trainer` (scored), and `steps`: one record for each step.
 
     `prompts_per_step` replaces the recipe's, in a shortened control. Where `steps` steps leave
-    fewer than `refitted_tokens` tokens behind the first refit, more follow, up to _STEPS_AT_MOST
-    times as many: what stock arithmetic samples, and so where a response ends, depends on the
-    machine. A sequence is numbered step * STRIDE + sample, steps from 1.
+    fewer than `refitted_tokens` differing tokens behind the first refit, more follow, up to
+    _STEPS_AT_MOST times as many: what stock arithmetic samples, and so where a response ends,
+    depends on the machine. A sequence is numbered step * STRIDE + sample, steps from 1.
     """
     settings = run.recipe.rl
     if settings is None:
@@ -120,8 +121,10 @@ def run_rl(
 
 
 def _refitted(records: Sequence[dict[str, Any]]) -> int:
-    """Tokens sampled from refitted weights: those of every step but the first."""
-    return sum(record["tokens"] for record in records[1:])
+    """Tokens sampled from refitted weights that differ by finite numbers: every step's but the
+    first."""
+    late = (record for record in records[1:] if math.isfinite(record["max_abs"]))
+    return sum(record["mismatches"] for record in late)
 
 
 def _use_patched_verl(run: Run) -> None:
@@ -268,8 +271,9 @@ def _batch(requests, whole, old, advantages) -> TrainBatch:
 def _report(arm: str, record: dict[str, Any]) -> None:
     say(
         f"rl {arm} step {record['step']}: {record['mismatches']} of {record['tokens']} tokens "
-        f"differ, max |dlogp| {record['max_abs']:.3g}, K3 KL {record['k3_kl']:.3g}, "
-        f"IS ratio max {record['is_ratio_max']:.6g}, reward {record['reward']:.3f}"
+        f"differ, |dlogp| max {record['max_abs']:.3g} and mean {record['mean_abs']:.3g}, "
+        f"K3 KL {record['k3_kl']:.3g}, IS ratio max {record['is_ratio_max']:.6g} and "
+        f"median {record['is_ratio_median']:.6g}, reward {record['reward']:.3f}"
     )
 
 

@@ -7,11 +7,17 @@ log-probabilities are reported, and no (prompt, seed) pair occurs twice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from samebits.engines.rollout import RolloutEngine
 from samebits.errors import Refused
-from samebits.recipe import Recipe
+
+if TYPE_CHECKING:
+    from samebits.engines.rollout import RolloutEngine
+    from samebits.recipe import Recipe
+
+LOGPROBS_MODE = "raw_logprobs"
+_SAMPLING = "temperature 1, whole vocabulary, no penalties, one seed per request"
+_TOKEN_IDS = "in and out; the engine has no tokenizer"
 
 # Settings that change the sampled distribution or its support; the engine must refuse each.
 OUTSIDE: Mapping[str, Mapping[str, Any]] = {
@@ -57,8 +63,8 @@ def check(found: Mapping[str, Any], recipe: Recipe) -> None:
     SB0505 logprobs mode, SB0912 a setting that was accepted or not refused by rule, SB0914
     another vocabulary, SB0901 an engine that tokenises by itself.
     """
-    if found["logprobs_mode"] != "raw_logprobs":
-        raise _refused("SB0505", f"logprobs_mode={found['logprobs_mode']}", "raw_logprobs")
+    if found["logprobs_mode"] != LOGPROBS_MODE:
+        raise _refused("SB0505", f"logprobs_mode={found['logprobs_mode']}", LOGPROBS_MODE)
     if found["tokenizer"]:
         raise _refused("SB0901", "a rollout engine with a tokenizer", "token ids in and out")
     accepted = [name for name in OUTSIDE if found["refused"].get(name) not in _BY_RULE]
@@ -74,11 +80,23 @@ def switches(found: Mapping[str, Any], pairs: int) -> dict[str, str]:
     return {
         "distinct_prompt_seed_pairs": str(pairs),
         "logprobs_mode": found["logprobs_mode"],
-        "sampling": "temperature 1, whole vocabulary, no penalties, one seed per request",
+        "sampling": _SAMPLING,
         "sampling_refused": ", ".join(sorted(found["refused"])),
-        "token_ids": "in and out; the engine has no tokenizer",
+        "token_ids": _TOKEN_IDS,
         "vocabulary": str(found["vocabulary"]),
     }
+
+
+def required(recipe: Recipe) -> dict[str, str]:
+    """All switches but the number of pairs, as every run that passes `check` records them."""
+    meant = {
+        "logprobs_mode": LOGPROBS_MODE,
+        "refused": OUTSIDE,
+        "vocabulary": recipe.config["vocab_size"],
+    }
+    found = switches(meant, 0)
+    del found["distinct_prompt_seed_pairs"]
+    return found
 
 
 def _refused(error_id: str, seen: str, required: str) -> Refused:

@@ -38,10 +38,15 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Counts:
-    """Outcome of one comparison; `values` is None where whole-row digests were compared."""
+    """Outcome of one comparison; `values` is None where whole-row digests were compared.
+
+    A NaN on either side is a mismatch, also where both sides have its bits. `finite` counts the
+    mismatches whose log-probabilities are finite on both sides: only they make a control diverge.
+    """
 
     tokens: int
     mismatches: int
+    finite: int
     values: mismatch.Mismatch | None
     first: FirstDifference | None
     left_digest: str
@@ -125,6 +130,14 @@ def _sha(values: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
 
 
+def _nan(columns: dict[str, np.ndarray]) -> np.ndarray:
+    return np.isnan(columns["bits"].view(np.float32))
+
+
+def _finite(columns: dict[str, np.ndarray]) -> np.ndarray:
+    return np.isfinite(columns["bits"].view(np.float32))
+
+
 def compare(left: Stream, right: Stream, what: str = "logprob") -> Counts:
     """Compare what both streams hold. `what` is "logprob" (bits) or "row" (logit-row digests).
 
@@ -146,11 +159,13 @@ def compare(left: Stream, right: Stream, what: str = "logprob") -> Counts:
             hint="samebits explain SB0901",
         )
     if what == "row":
+        # A row that holds a NaN has a log-probability that is one, whatever its digest.
         have = (a["digest_low"] | a["digest_high"]) != 0
         have &= (b["digest_low"] | b["digest_high"]) != 0
         a = {name: column[have] for name, column in a.items()}
         b = {name: column[have] for name, column in b.items()}
         differs = (a["digest_low"] != b["digest_low"]) | (a["digest_high"] != b["digest_high"])
+        differs |= _nan(a) | _nan(b)
         values = None
         shown = [
             f"{h:016x}{lo:016x}" for h, lo in zip(a["digest_high"], a["digest_low"], strict=True)
@@ -163,8 +178,7 @@ def compare(left: Stream, right: Stream, what: str = "logprob") -> Counts:
             _sha(np.stack([b["digest_high"], b["digest_low"]])),
         )
     else:
-        nan = np.isnan(a["bits"].view(np.float32)) | np.isnan(b["bits"].view(np.float32))
-        differs = (a["bits"] != b["bits"]) | nan
+        differs = (a["bits"] != b["bits"]) | _nan(a) | _nan(b)
         values = mismatch.measure(a["bits"], b["bits"])
         shown = [f"{x:08x}" for x in a["bits"]]
         other = [f"{x:08x}" for x in b["bits"]]
@@ -175,4 +189,5 @@ def compare(left: Stream, right: Stream, what: str = "logprob") -> Counts:
         first = FirstDifference(
             int(a["sequence"][i]), int(a["position"][i]), int(a["token"][i]), shown[i], other[i]
         )
-    return Counts(len(differs), int(differs.sum()), values, first, *digests)
+    finite = differs & _finite(a) & _finite(b)
+    return Counts(len(differs), int(differs.sum()), int(finite.sum()), values, first, *digests)

@@ -86,6 +86,7 @@ def _outcome(tmp_path, verdict: str):
         "rl": None,
         "repeats": [],
         "shards": ["all"],
+        "sources": [],
         "environment": {"intent": {}},
         "parameters": {
             "switches": {},
@@ -120,6 +121,7 @@ def test_exit_code_and_output_follow_the_verdict(
     assert cli.run(["prove", "toy"]) == code
     shown = capsys.readouterr().out
     assert "decode/prefill" in shown and "50 of 80" in shown and "evidence: evidence.json" in shown
+    assert f"in total: {int(verdict == 'DIFFERENT')} of 10 comparisons of a token" in shown
     assert all(word in shown for word in words)
     assert cli.run(["prove", "toy", "--json"]) == code
     assert json.loads(capsys.readouterr().out) == outcome.statement.data

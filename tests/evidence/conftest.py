@@ -11,10 +11,20 @@ import pytest
 from samebits import evidence
 from samebits import recipe as recipes
 from samebits.contract import Contract, canonical
-from samebits.evidence import current
+from samebits.evidence import current, pairs, required
 from samebits.evidence.statement import integrity
+from samebits.gates import semantic
 
 TREES = {"vllm": "1" * 40, "megatron": "2" * 40, "verl": "3" * 40}
+INTENT = {
+    "kind": "cpu",
+    "machine": "x86_64",
+    "isa": "AVX2",
+    "torch": "2.13.0+cpu",
+    "numpy": "2.3.5",
+    "numba": "0.68.1",
+    "llvmlite": "0.50.0",
+}
 WHEN = {"started": "2025-01-01T00:00:00Z", "finished": "2025-01-01T00:10:00Z"}
 
 
@@ -28,23 +38,25 @@ def row(leg: str, name: str, recipe: recipes.Recipe, **changes) -> dict:
         "streams": ("a" * 64, "a" * 64),
         "hazards": dict.fromkeys(wanted.hazards, 2),
         "control": evidence.control(wanted.control, 100, 90, 0.05),
-        "command": f"samebits prove {recipe.case} --leg {leg}",
+        "command": required.command(recipe.case, " --record"),
     }
+    if leg == "F":
+        fields |= {"max_abs": None, "control": evidence.control(wanted.control, 100, 90)}
     return evidence.comparison(leg, name, "left equals right", **(fields | changes))
 
 
 def rows(recipe: recipes.Recipe, leg: str = "", **changes) -> list[dict]:
     """Comparisons of all legs that satisfy the recipe, those of `leg` changed."""
-    found = [
-        row(name, "all", recipe, **(changes if name == leg else {}))
-        for name in recipe.legs
-        if name not in "DO"
-    ]
-    for pair in itertools.product(recipe.trainer_tp, recipe.rollout_tp):
+    found = []
+    for name in recipe.legs:
+        if name not in "DO":
+            given = changes if name == leg else {}
+            found += [row(name, pair, recipe, **given) for pair in pairs.DENSE[name]]
+    for sizes in itertools.product(recipe.trainer_tp, recipe.rollout_tp):
         if "D" in recipe.legs:
-            a, b = (f"tp{size}" for size in pair)
+            a, b = (f"tp{size}" for size in sizes)
             given = {"layouts": (a, b)} | (changes if leg == "D" else {})
-            found.append(row("D", f"trainer-{a}/rollout-{b}", recipe, **given))
+            found.append(row("D", pairs.of_layouts(a, b), recipe, **given))
     return found
 
 
@@ -69,6 +81,8 @@ def recipe(tmp_path, monkeypatch) -> recipes.Recipe:
     for entry in contract["composition"]:  # stand on one small file, not on every kernel
         entry["modules"] = ["samebits.plan"]
         entry["content_hash"] = current.source_hash(["samebits.plan"])
+    for claim in contract["claims"]["topology"].values():
+        claim["evidence"] = None
     from samebits.contract.build import seal
 
     (folder / "contract.json").write_bytes(seal(contract).raw)
@@ -94,7 +108,13 @@ def run(recipe):
     def build(**changes):
         fields = {
             "comparisons": rows(recipe),
-            "limits": ["one CPU model"],
+            "limits": required.LIMITS,
+            "not_covered": required.NOT_COVERED,
+            "intent": INTENT,
+            "switches": {
+                "distinct_prompt_seed_pairs": "4",  # two comparisons of leg C, two of each layout
+                **semantic.required(recipe),
+            },
             "happenstance": WHEN,
             "seeds": {"capsule": 1},
         }

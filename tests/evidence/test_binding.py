@@ -261,7 +261,7 @@ def test_one_shard_of_nine_is_refused(forge):
 
 def test_a_wider_oracle_factor_is_refused(run, recipe):
     record = evidence.oracle(
-        "fp32",
+        "prefill/fp32-hugging-face",
         "no further from fp32 than stock",
         tokens=50,
         aligned=(3.0, 3.0),

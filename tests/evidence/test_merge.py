@@ -2,10 +2,14 @@ import pytest
 
 from samebits import evidence
 from samebits.errors import Refused
+from samebits.evidence import pairs
+
+INTENT = dict.fromkeys(("kind", "machine", "isa", "torch", "numpy", "numba", "llvmlite"), "1")
 
 
 def part(run, recipe, make_row, shard, legs, **changes):
-    rows = [make_row(leg, "all", recipe, **changes) for leg in legs]
+    names = pairs.DENSE | {"D": ("trainer-tp1/rollout-tp1",)}
+    rows = [make_row(leg, name, recipe, **changes) for leg in legs for name in names[leg]]
     return run(comparisons=rows, shard=shard)
 
 
@@ -49,7 +53,7 @@ def test_a_shard_given_twice_is_refused(run, recipe, make_row):
     "changes",
     [
         {"trees": {"vllm": "4" * 40}},
-        {"intent": {"torch": "another"}},
+        {"intent": INTENT | {"torch": "another"}},
         {"switches": {"compile": "on"}},
     ],
 )

@@ -1,11 +1,15 @@
 import math
 
+import numpy as np
 import pytest
 
 from samebits import evidence
 from samebits.errors import Refused
+from samebits.evidence import pairs
 from samebits.evidence.verdict import streams_digest
 
+INTENT = {name: "1" for name in ("kind", "machine", "isa", "torch", "numpy", "numba", "llvmlite")}
+ONE = evidence.number(1.0)
 FIRST = {"sequence": 3, "position": 7, "token": 11, "left": "bf800000", "right": "bf800001"}
 
 
@@ -36,6 +40,9 @@ def test_a_nan_on_both_sides_is_different(run, recipe, make_rows):
         ({"control": None}, "no negative control"),
         ({"control": evidence.control("stock", 100, 0, 0.0)}, "control stock did not diverge"),
         ({"control": evidence.control("stock", 100, 90, 0.0)}, "control stock did not diverge"),
+        ({"control": evidence.control("stock", 100, 90, math.nan)}, "stock holds numbers that are"),
+        ({"control": evidence.control("stock", 100, 90, math.inf)}, "stock holds numbers that are"),
+        ({"control": evidence.control("stock", 100, 31, 0.5)}, "diverge in 32 tokens, but in 31"),
         ({"control": evidence.control("stock", 31, 31, 1.0)}, "compared 31 tokens of the 32"),
         ({"control": evidence.control("easier_fault", 99, 9, 1.0)}, "not the one that the recipe"),
         ({"fault": "k_cut_by_rows"}, "planted fault k_cut_by_rows was active"),
@@ -49,8 +56,9 @@ def test_what_was_not_exercised_is_not_observed(run, recipe, make_rows, changes,
     )
 
 
-def test_a_leg_that_did_not_run_is_not_observed(run, recipe, make_row):
-    statement = run(comparisons=[make_row(leg, "all", recipe) for leg in ("A", "B")])
+def test_a_leg_that_did_not_run_is_not_observed(run, recipe, make_rows):
+    rows = [r for r in make_rows(recipe) if r["leg"] in "AB"]
+    statement = run(comparisons=rows)
     assert statement.verdict == "NOT_OBSERVED"
     assert "leg C did not run" in evidence.judge(statement.predicate).reasons
 
@@ -60,6 +68,42 @@ def test_layouts_of_one_leg_add_up_and_one_control_may_serve(run, recipe, make_r
     for record in rows[-3:]:
         record["control"] = None
     assert run(comparisons=rows).verdict == "EQUAL"
+
+
+def test_every_comparison_of_a_leg_must_be_there(run, recipe, make_row, make_rows):
+    rows = make_rows(recipe, "C", tokens=recipe.legs["C"].tokens)
+    for record in rows:
+        if record["leg"] == "D":
+            continue
+        label = f"leg {record['leg']}: {record['name']} was not compared"
+        statement = run(comparisons=[r for r in rows if r is not record])
+        assert statement.verdict == "NOT_OBSERVED"
+        reasons = evidence.judge(statement.predicate).reasons
+        assert label in reasons or f"leg {record['leg']} did not run" in reasons
+    statement = run(comparisons=[*rows, make_row("C", "trainer-other/prefill", recipe)])
+    assert statement.verdict == "NOT_OBSERVED"
+    assert evidence.judge(statement.predicate).reasons == (
+        "leg C: trainer-other/prefill is no comparison of this case",
+    )
+
+
+def test_leg_b_of_a_model_with_states_has_pairs_of_its_own():
+    predicate = {"sources": [{"name": "implementation/gdn.core.cpu.1"}]}
+    assert len(pairs.of("B", predicate)) == 4
+    assert pairs.of("B", {"sources": []}) == ("decode/prefill",)
+
+
+def test_a_stock_arm_that_is_not_finite_is_no_yardstick(run):
+    record = evidence.oracle(
+        "prefill/fp32-hugging-face",
+        "no further",
+        tokens=50,
+        aligned=(0.9, 2.0),
+        stock=(math.inf, math.inf),
+        control=("rope_base_doubled", 50, 1.5),
+        command="samebits prove qwen3-tiny",
+    )
+    assert run(oracles=[record]).verdict == "NOT_OBSERVED"
 
 
 @pytest.mark.parametrize("gone", [-1, -2, -3, -4])
@@ -74,7 +118,10 @@ def test_every_claimed_layout_must_be_compared(run, recipe, make_rows, gone):
 
 
 def test_a_layout_that_the_recipe_does_not_claim_is_not_observed(run, recipe, make_row, make_rows):
-    rows = [*make_rows(recipe), make_row("D", "more", recipe, layouts=("tp4", "tp1"))]
+    rows = [
+        *make_rows(recipe),
+        make_row("D", "trainer-tp4/rollout-tp1", recipe, layouts=("tp4", "tp1")),
+    ]
     assert run(comparisons=rows).verdict == "NOT_OBSERVED"
 
 
@@ -83,8 +130,9 @@ def test_a_layout_that_the_recipe_does_not_claim_is_not_observed(run, recipe, ma
 )
 @pytest.mark.parametrize("where", ["switches", "intent"])
 def test_a_setting_that_plants_a_fault_is_not_observed(run, setting, where):
-    assert run(**{where: dict([setting])}).verdict == "NOT_OBSERVED"
-    assert run(**{where: {"compile": "default"}}).verdict == "EQUAL"
+    given = INTENT if where == "intent" else {}
+    assert run(**{where: given | dict([setting])}).verdict == "NOT_OBSERVED"
+    assert run(**{where: given | {"compile": "default"}}).verdict == "EQUAL"
 
 
 @pytest.mark.parametrize("shard", ["1of9", "0of1", "1of0", "most"])
@@ -116,15 +164,16 @@ def test_a_repeat_with_other_streams_is_different(run, good):
         (math.nan, 1.5, "DIFFERENT"),
         (0.9, 1.0, "NOT_OBSERVED"),
         (0.9, math.nan, "NOT_OBSERVED"),
+        (0.9, math.inf, "NOT_OBSERVED"),
         (0.9, None, "NOT_OBSERVED"),
     ],
 )
 def test_the_oracle_may_not_be_further_away_than_from_stock(run, aligned, control, verdict):
     record = evidence.oracle(
-        "fp32",
+        "prefill/fp32-hugging-face",
         "the aligned arm is no further from fp32 than stock",
         tokens=50,
-        aligned=(aligned, 2.0),
+        aligned=(aligned, 2.0 if math.isfinite(aligned) else aligned),
         stock=(1.0, 2.0),
         control=("rope_base_doubled", 50, control) if isinstance(control, float) else control,
         command="samebits prove qwen3-tiny --leg O",
@@ -133,10 +182,23 @@ def test_the_oracle_may_not_be_further_away_than_from_stock(run, aligned, contro
 
 
 def step(number: int, mismatches: int = 0, max_abs: float = 1e-3, tokens: int = 64) -> dict:
-    off = {"max_abs": max_abs, "mean_abs": 1e-4, "k3_kl": 1e-8, "is_ratio_max": 1.01}
-    exact = {"max_abs": 0.0, "mean_abs": 0.0, "k3_kl": 0.0, "is_ratio_max": 1.0}
-    measured = {"tokens": tokens, "mismatches": mismatches, "is_ratio_median": 1.0}
-    return evidence.rl_step(number, measured | (off if mismatches else exact), 0.25)
+    """An RL step whose differing tokens are all `max_abs` higher in the trainer."""
+    d = np.zeros(tokens)
+    d[:mismatches] = max_abs
+    if not np.isfinite(max_abs):
+        names = ("max_abs", "mean_abs", "k3_kl", "is_ratio_max", "is_ratio_median")
+        measured = {"tokens": tokens, "mismatches": mismatches} | dict.fromkeys(names, max_abs)
+        return evidence.rl_step(number, measured, 0.25)
+    measured = {
+        "tokens": tokens,
+        "mismatches": mismatches,
+        "max_abs": d.max(),
+        "mean_abs": d.mean(),
+        "k3_kl": (np.exp(d) - 1.0 - d).mean(),
+        "is_ratio_max": np.exp(d).max(),
+        "is_ratio_median": np.median(np.exp(d)),
+    }
+    return evidence.rl_step(number, measured, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +208,17 @@ def step(number: int, mismatches: int = 0, max_abs: float = 1e-3, tokens: int = 
         ([step(1, 1)], [step(1, 60)], "DIFFERENT"),
         ([step(1)], [step(1)], "NOT_OBSERVED"),
         ([step(1)], [step(1, 60, max_abs=0.0)], "NOT_OBSERVED"),
+        ([step(1)], [step(1, 60, max_abs=math.nan)], "NOT_OBSERVED"),
+        ([step(1)], [step(1, 60), step(2, 60, max_abs=math.nan)], "NOT_OBSERVED"),
+        ([step(1)], [step(1, 60, max_abs=math.inf)], "NOT_OBSERVED"),
+        ([step(1, 60, max_abs=math.nan)], [step(1, 60)], "DIFFERENT"),
+        ([step(1)], [step(1, 31)], "NOT_OBSERVED"),
+        ([step(1)], [step(1, 16), step(2, 16)], "EQUAL"),
+        (
+            [step(1)],
+            [step(1, 33) | dict.fromkeys(("is_ratio_max", "is_ratio_median"), ONE)],
+            "NOT_OBSERVED",
+        ),
         ([step(1)], [step(1, 1, tokens=1)], "NOT_OBSERVED"),
         ([step(1)], [], "NOT_OBSERVED"),
         ([], [step(1, 60)], "NOT_OBSERVED"),

@@ -12,7 +12,7 @@ from samebits.cli.evidence import app
 from samebits.contract import Contract, canonical
 from samebits.contract.build import seal
 from samebits.errors import NotObserved, Refused
-from samebits.evidence import current
+from samebits.evidence import current, pairs
 
 FIRST = {"sequence": 0, "position": 1, "token": 2, "left": "00", "right": "01"}
 
@@ -101,14 +101,18 @@ def test_a_typed_verdict_is_refused(forge):
 
 def test_a_removed_control_is_refused(forge):
     def edit(data):
-        data["predicate"]["comparisons"][0]["control"] = None
+        for record in data["predicate"]["comparisons"]:
+            if record["leg"] == "A":
+                record["control"] = None
 
     assert refused(forge(edit)) == "SB0803"
 
 
 def test_a_lowered_token_count_is_refused(forge):
     def edit(data):
-        data["predicate"]["comparisons"][1]["tokens"] = 5
+        for record in data["predicate"]["comparisons"]:
+            if record["leg"] == "B":
+                record["tokens"] = 5
 
     assert refused(forge(edit)) == "SB0803"
 
@@ -137,7 +141,13 @@ def test_counts_that_contradict_each_other_are_refused(forge, changes):
 def test_hidden_mismatches_are_refused(run, recipe, make_row, tmp_path):
     """A DIFFERENT run whose mismatches were typed to zero still has two unequal streams."""
     bad = make_row(
-        "A", "all", recipe, mismatches=1, max_abs=1.0, first=FIRST, streams=("a" * 64, "b" * 64)
+        "A",
+        "decode-alone/decode-mixed",
+        recipe,
+        mismatches=1,
+        max_abs=1.0,
+        first=FIRST,
+        streams=("a" * 64, "b" * 64),
     )
     data = json.loads(run(comparisons=[bad]).raw)
     data["predicate"]["comparisons"][0].update(mismatches=0, max_abs=evidence.number(0.0))
@@ -212,7 +222,7 @@ def test_hooks_of_linear_attention_count_only_where_it_is_bound(engine):
     dense, hybrid = (set(current.hook_modules(engine, gdn)) for gdn in (False, True))
     assert hybrid - dense == {name for name in hybrid if ".gdn" in name} != set()
     named = [{"name": "implementation/gdn.core.cpu.1"}, {"name": "implementation/rope.cpu.1"}]
-    assert current._binds_gdn(named) and not current._binds_gdn(named[1:])
+    assert pairs.has_states(named) and not pairs.has_states(named[1:])
 
 
 def test_another_or_a_missing_contract_is_stale(written, recipe):
@@ -227,8 +237,12 @@ def test_another_or_a_missing_contract_is_stale(written, recipe):
 
 
 def test_an_admitted_platform_is_not_stale(written, recipe):
-    data = dict(Contract.load(recipe.contract_path).data) | {"platforms": {}}
-    recipe.contract_path.write_bytes(seal(data).raw)
+    contract = Contract.load(recipe.contract_path)
+    (entry,) = contract.data["platforms"].values()
+    description = entry["description"] | {"isa": "AVX512"}
+    more = {canonical.digest(description): entry | {"description": description}}
+    platforms = contract.data["platforms"] | more
+    recipe.contract_path.write_bytes(seal(dict(contract.data) | {"platforms": platforms}).raw)
     assert evidence.verify(recipe.folder).status == "EQUAL"
 
 
@@ -246,7 +260,7 @@ def test_trees_are_read_from_the_pin_file(recipe, tmp_path, monkeypatch):
 
 
 def test_a_statement_is_superseded_and_never_edited(written, run, recipe):
-    newer = evidence.write(run(limits=["another limit"]), recipe.evidence_path)
+    newer = evidence.write(run(seeds={"capsule": 2}), recipe.evidence_path)
     assert newer.predicate["supersedes"]["statement"] == written.digest
     assert evidence.verify(recipe.folder).statement.digest == newer.digest
     assert [f.name for f in recipe.evidence_path.parent.iterdir()] == ["evidence.json"]
@@ -257,7 +271,7 @@ def test_verify_runs_without_torch(written, recipe):
         import sys
         sys.modules["torch"] = None
         from samebits import evidence
-        from samebits.evidence import current
+        from samebits.evidence import current, pairs
         current.trees = lambda recipe: {current.trees(recipe)!r}
         raise SystemExit(evidence.verify({str(recipe.folder)!r}).exit_code)
     """

@@ -44,7 +44,7 @@ class Maker:
 def _rollout(make: Maker) -> dict[str, Stage]:
     hazards = ("split_mid_prompt", "mixed_steps", "prefix_hit_requests", "resumed")
     hazards += ("one_token_prompts", "exact_block_prompts", *prove._IN_SLICES)
-    counters = dict.fromkeys(hazards, 1)
+    counters: dict = {**dict.fromkeys(hazards, 1), "batch_sizes": {"16": 2}}
     few, control = range(4), workload.CONTROL_BASE
     meaning = {
         "logprobs_mode": "raw_logprobs",
@@ -66,8 +66,15 @@ def _rollout(make: Maker) -> dict[str, Stage]:
                 "extra": make.stream(base=control, seed=1),
             },
             {
-                "batch_hazards": {"batch_sizes": {"16": 1}},
-                "alone_hazards": {"batch_sizes": {"1": 4}},
+                "batch_hazards": {
+                    "batch_sizes": {"16": 9},
+                    "batch_sizes_of": {"score": {"16": 1}, "generate": {"16": 8}},
+                    "ranks": 1,
+                },
+                "alone_hazards": {
+                    "batch_sizes": {"1": 7},
+                    "batch_sizes_of": {"score": {"1": 4}, "generate": {"1": 3}},
+                },
             },
         ),
         "stock_rollout": Stage(
@@ -93,11 +100,15 @@ def stages_of(make):
     def build(recipe: recipes.Recipe) -> dict[str, Stage]:
         control = workload.CONTROL_BASE
         done = _rollout(make)
-        done["trainer"] = Stage({"padded": make.stream(), "packed": make.stream()}, {})
+        done["rollout_stress"].facts["semantics"]["vocabulary"] = recipe.config["vocab_size"]
+        info = {"ranks": 1, "digest_columns": recipe.config["vocab_size"]}
+        streams = {"padded": make.stream(), "packed": make.stream()}
+        done["trainer"] = Stage(streams, {"info": info})
         done["stock_trainer"] = Stage({"padded": make.stream(base=control, seed=5)}, {})
         if "D" in recipe.legs:
-            done["rollout_tp2"] = Stage({"score": make.stream()}, {})
-            done["trainer_tp2"] = Stage({"padded": make.stream()}, {})
+            two = {"ranks": 2}
+            done["rollout_tp2"] = Stage({"score": make.stream()}, {"hazards": two})
+            done["trainer_tp2"] = Stage({"padded": make.stream()}, {"info": {**two}})
             done["planted_ranks"] = Stage({"padded": make.stream(seed=6)}, {})
         if recipe.gdn_schedule is not None:
             fired = {
@@ -156,6 +167,7 @@ def run_of(tmp_path):
             recipe=recipe,
             contract=contract,
             folder=tmp_path,
+            flag=" --record",
             options={},
             dependencies=current.dependencies(recipe),
         )

@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from samebits.errors import Refused
+from samebits.evidence import pairs, required
 from samebits.evidence.verdict import judge
-from samebits.gates import page, prove
+from samebits.gates import page, prove, rl
 from samebits.gates.run import Stage
+from samebits.gates.streams import Stream
 
 CASES = ("qwen3-tiny", "smollm2-135m", "qwen3.5-tiny")
 
@@ -27,12 +30,27 @@ def _replace(done, stage, **streams):
     return done | {stage: dataclasses.replace(old, streams={**old.streams, **streams})}
 
 
+def _first(stream, steps):
+    columns = stream.columns()
+    keep = columns["sequence"] < (steps + 1) * rl.STRIDE
+    return Stream({name: column[keep] for name, column in columns.items()})
+
+
+def _with_nan(stream):
+    """The same stream, all of it NaN."""
+    columns = stream.columns()
+    return Stream({**columns, "bits": np.full_like(columns["bits"], 0x7FC00000)})
+
+
 def test_equal_streams_with_diverging_controls_are_equal(finished):
     run, done = finished
     if run.recipe.rl:  # as many steps as a quick run has
         size = prove.Size.quick()
         for arm, steps in (("aligned", size.rl_steps), ("stock", size.stock_rl_steps)):
-            done[f"rl_{arm}"].facts["steps"][steps:] = []
+            stage = done[f"rl_{arm}"]
+            stage.facts["steps"][steps:] = []
+            cut = {name: _first(stream, steps) for name, stream in stage.streams.items()}
+            done = _replace(done, f"rl_{arm}", **cut)
     statement = _state(run, done)
     assert judge(statement.predicate).reasons == ()
     assert statement.verdict == "EQUAL"
@@ -79,6 +97,40 @@ def test_a_silent_control_is_not_observed(finished, make, leg):
     assert any(f"leg {leg}" in r and "diverge" in r for r in judge(statement.predicate).reasons)
 
 
+@pytest.mark.parametrize("leg", ["A", "B", "C", "E", "F"])
+def test_a_control_of_nan_is_not_observed(run_of, stages_of, leg):
+    run = run_of("smollm2-135m")
+    done = stages_of(run.recipe)
+    stage, name = {
+        "A": ("stock_rollout", "alone"),
+        "B": ("stock_rollout", "decode"),
+        "C": ("stock_trainer", "padded"),
+        "E": ("rl_stock", "rollout"),
+        "F": ("stock_trainer", "padded"),
+    }[leg]
+    done = _replace(done, stage, **{name: _with_nan(done[stage].streams[name])})
+    if leg == "E":
+        for step in done["rl_stock"].facts["steps"]:
+            nan = ("max_abs", "mean_abs", "k3_kl", "is_ratio_max", "is_ratio_median")
+            step.update(dict.fromkeys(nan, float("nan")), mismatches=step["tokens"])
+    statement = _state(run, done, quick=False)
+    reasons = judge(statement.predicate).reasons
+    wanted = "did not diverge" if leg == "F" else "not finite"
+    assert any(f"leg {leg}" in r and wanted in r for r in reasons)
+    assert leg != "E" or any(r.startswith("RL: stock step 1 holds") for r in reasons)
+
+
+@pytest.mark.parametrize("leg", ["C", "F"])
+def test_the_same_nan_on_both_sides_is_different(run_of, stages_of, leg):
+    run = run_of("smollm2-135m")
+    done = stages_of(run.recipe)
+    for stage, name in (("trainer", "padded"), ("rollout_plain", "batch")):
+        done = _replace(done, stage, **{name: _with_nan(done[stage].streams[name])})
+    statement = _state(run, done)
+    assert statement.verdict == "DIFFERENT"
+    assert any(r["mismatches"] for r in statement.predicate["comparisons"] if r["leg"] == leg)
+
+
 def test_a_planted_fault_stands_in_for_a_silent_stock_arm(finished, make):
     run, done = finished
     base = 10_000
@@ -100,6 +152,60 @@ def test_a_hazard_that_never_fired_is_not_observed(finished, counter, hazard):
     statement = _state(run, done)
     assert statement.verdict == "NOT_OBSERVED"
     assert f"leg B: hazard {hazard} never fired" in judge(statement.predicate).reasons
+
+
+@pytest.mark.parametrize(
+    ("hazards", "call", "size", "pair", "hazard"),
+    [
+        ("alone_hazards", "score", "1", "prefill-alone/prefill-batch", "batch_1"),
+        ("batch_hazards", "score", "16", "prefill-alone/prefill-batch", "batch_16"),
+        ("alone_hazards", "generate", "1", "decode-alone/decode-mixed", "batch_1"),
+        ("batch_hazards", "generate", "16", "decode-batch/decode-mixed", "batch_16"),
+    ],
+)
+def test_batches_count_for_the_comparison_that_they_made(
+    finished, hazards, call, size, pair, hazard
+):
+    run, done = finished
+    before = {r["name"]: r["hazards"] for r in _state(run, done).predicate["comparisons"]}
+    done["rollout_plain"].facts[hazards]["batch_sizes_of"][call][size] = 0
+    after = {r["name"]: r["hazards"] for r in _state(run, done).predicate["comparisons"]}
+    assert before[pair][hazard] > 0
+    changed = {(name, h) for name in after for h in after[name] if after[name] != before[name]}
+    assert after[pair][hazard] == 0 and {name for name, _ in changed} == {pair}
+
+
+def test_ranks_are_those_that_computed(run_of, stages_of):
+    run = run_of("qwen3-tiny")
+    done = stages_of(run.recipe)
+    done["trainer_tp2"].facts["info"]["ranks"] = 3
+    statement = _state(run, done)
+    reasons = judge(statement.predicate).reasons
+    assert "leg D: hazard trainer_tp2 never fired" in reasons
+    assert "leg D: trainer tp2 was not compared with rollout tp2" in reasons
+    assert "leg D: trainer tp3 with rollout tp1 is no layout of the recipe" in reasons
+
+
+@pytest.mark.parametrize("columns", [0, 49151])
+def test_a_digest_of_fewer_columns_covers_no_whole_row(run_of, stages_of, columns):
+    run = run_of("smollm2-135m")
+    done = stages_of(run.recipe)
+    done["trainer"].facts["info"]["digest_columns"] = columns
+    reasons = judge(_state(run, done).predicate).reasons
+    assert "leg F: hazard whole_row never fired" in reasons
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_compares_and_says_what_verify_demands(case, run_of, stages_of):
+    run = run_of(case)
+    statement = _state(run, stages_of(run.recipe), quick=False)
+    predicate = statement.predicate
+    names: dict[str, set[str]] = {}
+    for record in [*predicate["comparisons"], *predicate["oracle"]]:
+        names.setdefault(record["leg"], set()).add(record["name"])
+        assert record["command"] == f"samebits prove {case} --record"
+    assert names == {leg: set(pairs.of(leg, predicate)) for leg in run.recipe.legs}
+    assert list(required._problems(predicate, run.recipe)) == []
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from samebits import files
-from samebits.evidence import DifferenceReport, Side, number
+from samebits.evidence import DifferenceReport, Side, control, number
 from samebits.evidence.statement import Statement
 from samebits.evidence.verdict import judge
 from samebits.gates import page, prove
@@ -121,16 +121,20 @@ def test_a_failed_write_leaves_the_old_page(run_of, stages_of, tmp_path, monkeyp
 
 def test_the_sentence_counts_each_leg_and_the_controls_that_diverged(run_of, stages_of):
     statement = _statement(run_of("qwen3-tiny"), stages_of)
+    good, silent, nan = (
+        control("stock", 99, *counts) for counts in ((50, 0.5), (0, 0.0), (99, float("nan")))
+    )
     changed = [
-        {"leg": "A", "mismatches": 1, "tokens": 1000, "control": {"mismatches": 3}},
-        {"leg": "A", "mismatches": 2, "tokens": 500, "control": {"mismatches": 0}},
+        {"leg": "A", "mismatches": 1, "tokens": 1000, "control": good},
+        {"leg": "A", "mismatches": 2, "tokens": 500, "control": silent},
+        {"leg": "B", "mismatches": 0, "tokens": 0, "control": nan},
         {"leg": "B", "mismatches": 0, "tokens": 7, "control": None},
     ]
     predicate = dict(statement.predicate) | {"comparisons": changed}
     statement = Statement(b"", dict(statement.data) | {"predicate": predicate})
     assert page.sentence(statement) == (
         f"qwen3-tiny: {statement.verdict}; mismatches per leg: A 3 of 1,500, B 0 of 7; "
-        "1 of 2 negative controls diverged"
+        "1 of 3 negative controls diverged"
     )
 
 
@@ -177,9 +181,11 @@ def test_a_leg_shows_its_own_counts_and_those_of_its_control():
 
 def test_an_oracle_without_a_control_shows_none():
     record = {"aligned_mean": number(0.25), "stock_mean": number(0.5), "control": None}
+    record |= {"aligned_max": number(4), "stock_max": number(2)}
     with_control = record | {"control": {"name": "rope", "mean": number(3)}}
     bare, shown = page._oracles({"oracle": [record, with_control]})
     assert (bare["aligned"], bare["stock"]) == ("0.25", "0.5")
+    assert (bare["aligned_max"], bare["stock_max"]) == ("4", "2")
     assert (bare["control"], bare["control_mean"]) == ("-", "-")
     assert (shown["control"], shown["control_mean"]) == ("rope", "3")
 
@@ -222,3 +228,34 @@ def test_rows_of_rl_steps_name_their_arm(run_of, stages_of, monkeypatch):
     assert arms == [(arm, step + 1) for arm in ("aligned", "stock") for step in range(steps)]
     assert {row["max_abs"] for row in given["steps"][:steps]} == {"0"}
     assert "0" not in {row["max_abs"] for row in given["steps"][steps:]}
+
+
+def test_the_rl_run_is_one_row_for_each_arm(run_of, stages_of):
+    run = run_of("smollm2-135m")
+    predicate = _statement(run, stages_of).predicate
+    aligned, stock = page.rl_rows(predicate)
+    steps = len(predicate["rl"]["aligned"])
+    tokens = sum(step["tokens"] for step in predicate["rl"]["aligned"])
+    assert aligned == ("aligned", str(steps), f"{tokens:,}", "0", "0", "0", "0", "1", "1")
+    assert stock[0] == "stock" and int(stock[3].replace(",", "")) > 0
+    largest = max(float(step["max_abs"]["decimal"]) for step in predicate["rl"]["stock"])
+    assert stock[4] == f"{largest:.3g}" and len(stock) == len(page.RL_COLUMNS)
+
+
+def test_the_mean_of_an_arm_weighs_steps_by_their_tokens():
+    steps = []
+    for step, tokens, mean in ((1, 10, 0.5), (2, 30, 0.1)):
+        numbers = {"max_abs": 1, "mean_abs": mean, "k3_kl": mean, "is_ratio_max": 2}
+        numbers |= {"is_ratio_median": mean, "reward": 0}
+        found = {name: number(value) for name, value in numbers.items()}
+        steps.append({"step": step, "tokens": tokens, "mismatches": 3, **found})
+    (arm,) = page.rl_arms({"rl": {"aligned": steps, "stock": []}})
+    assert arm["mean_abs"] == arm["k3_kl"] == pytest.approx(0.2)
+    assert (arm["tokens"], arm["mismatches"], arm["is_ratio_median"]) == (40, 6, (0.1, 0.5))
+
+
+def test_the_total_counts_the_rl_run_once(run_of, stages_of):
+    predicate = _statement(run_of("smollm2-135m"), stages_of).predicate
+    legs = sum(row["tokens"] for row in predicate["comparisons"] if row["leg"] != "E")
+    steps = sum(step["tokens"] for step in predicate["rl"]["aligned"])
+    assert page.in_total(predicate).startswith(f"in total: 0 of {legs + steps:,} comparisons")

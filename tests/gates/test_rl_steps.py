@@ -1,6 +1,7 @@
 """How many steps an arm of the RL run takes. Engines are replaced: only the count matters."""
 
 import contextlib
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,8 @@ class _Trainer:
 
 @pytest.fixture
 def steps_of(monkeypatch, tmp_path):
-    """`steps_of(tokens per step, **options of run_rl)`: numbers of the steps that ran."""
+    """`steps_of(differing tokens per step, max |dlogp|, **options of run_rl)`: numbers of the
+    steps that ran."""
     recipe = recipes.load("qwen3.5-tiny")
     run = SimpleNamespace(recipe=recipe, model=tmp_path)
 
@@ -44,10 +46,11 @@ def steps_of(monkeypatch, tmp_path):
     monkeypatch.setattr(rl, "_use_patched_verl", lambda _run: None)
     monkeypatch.setattr(rl, "_report", lambda _arm, _record: None)
 
-    def steps(tokens, **options):
+    def steps(tokens, largest=0.5, **options):
         def step(_engine, _trainer, prompts, _reward, settings, number, _streams):
             assert len(prompts) == settings["prompts_per_step"]
-            return {"step": number, "tokens": tokens, "repeated_cached_tokens": 0}
+            counts = {"tokens": 99, "mismatches": tokens, "max_abs": largest}
+            return {"step": number, **counts, "repeated_cached_tokens": 0}
 
         monkeypatch.setattr(rl, "_step", step)
         stage = rl.run_rl(run, arithmetic="stock", prompts_per_step=1, **options)
@@ -63,6 +66,10 @@ def test_a_control_goes_on_until_enough_tokens_follow_the_first_refit(steps_of):
 
 def test_a_control_ends_where_responses_stay_too_short(steps_of):
     assert steps_of(1, steps=2, refitted_tokens=32) == list(range(1, 9))
+
+
+def test_a_step_of_nan_does_not_count_for_a_control(steps_of):
+    assert steps_of(99, math.nan, steps=2, refitted_tokens=32) == list(range(1, 9))
 
 
 def test_the_claim_takes_the_steps_of_the_recipe_whatever_they_sample(steps_of):

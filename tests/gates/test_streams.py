@@ -35,6 +35,22 @@ def test_a_nan_never_passes():
     assert compare(_stream(float("nan")), _stream(float("nan"))).mismatches == 1
 
 
+def test_only_finite_numbers_count_as_finite_mismatches():
+    nan, inf = float("nan"), float("inf")
+    found = compare(_stream(-1, nan, -inf, -4, nan), _stream(-2, -2, -3, -4, nan))
+    assert (found.mismatches, found.finite) == (4, 1)
+
+
+def test_a_row_with_a_nan_never_passes_whatever_its_digest():
+    nan, rows = float("nan"), np.array([[1, 2], [3, 4]], np.uint64)
+    left, right = _stream(-1, nan, digests=rows), _stream(-2, nan, digests=rows)
+    found = compare(left, right, "row")
+    assert (found.tokens, found.mismatches, found.finite) == (2, 1, 0)
+    other = _stream(-1, nan, digests=rows + np.uint64(1))
+    found = compare(left, other, "row")
+    assert (found.mismatches, found.finite) == (2, 1)
+
+
 def test_the_first_difference_is_first_in_sequence_and_position():
     left, right = Stream(), Stream()
     for sequence in (3, 1):  # out of order
