@@ -194,10 +194,11 @@ def find(case: str | Path) -> Path:
 
 def _find(case: str | Path) -> Path:
     """As `find`, before symbolic links are followed. A bare name is a case before it is a folder
-    of the working directory."""
+    of the working directory; one that starts with `_` is a form to fill in, and no case."""
     given = Path(case)
     if os.sep not in str(case) and given.name not in ("recipe.yaml", "..", ""):
-        candidates = [cases_folder() / given / "recipe.yaml", given / "recipe.yaml"]
+        cases = [] if given.name.startswith("_") else [cases_folder() / given]
+        candidates = [folder / "recipe.yaml" for folder in (*cases, given)]
     else:
         candidates = [given, given / "recipe.yaml"]
     for candidate in candidates:

@@ -58,8 +58,6 @@ def problem(command: str, *, prose: bool = False) -> str | None:
         words = words[1:]
     if not words:
         return "no program"
-    if words[0] == "set":  # a setting of the reader's own job, as `samebits doctor` names it
-        return None if re.fullmatch(r"[\w.-]+=.*", " ".join(words[1:])) else "set what?"
     program = words[0].rpartition("/")[2] if words[0].startswith(".venv/bin/") else words[0]
     if program == "samebits":
         return _verb_problem(words[1:], prose)

@@ -26,14 +26,16 @@ def doctor(
 
     It takes seconds: versions, patched trees, chips, compilers, environment variables, room.
 
-    Each finding comes with one command that fixes it. Warnings alone give exit code 0, a problem
+    Each finding comes with one command that fixes it, or that shows the line of a settings file to
+    change. Settings that no check knows are listed. Warnings alone give exit code 0, a problem
     gives 2. With --settings, the machine is also checked for engines that your own job starts.
     """
     from samebits import doctor as checks
 
     findings = checks.examine(own_job=bool(settings))
     for path in settings or []:
-        findings += checks.check_settings(checks.read_settings(path))
+        findings += checks.check_settings(checks.read_settings(path), path)
+        findings += checks.check_names(path)
     code = checks.exit_code(findings)
     if as_json:
         show_json([asdict(f) for f in findings])

@@ -24,10 +24,18 @@ def verify(
     Exit codes: 0 EQUAL (or REPRODUCED) and fresh, 1 DIFFERENT, 2 forged, truncated or of another
     schema, 3 NOT_OBSERVED or STALE, 4 internal error.
     """
+    from samebits.errors import Refused, word
     from samebits.evidence import reproduction
     from samebits.evidence import verify as check
 
     path = Path(target)
+    if path.suffix == ".json" and not path.is_file():
+        raise Refused(
+            "SB0303",
+            seen=f"no such file: {path}",
+            required="an evidence file, or the name of a case",
+            hint=f"ls {word(path if path.is_dir() else path.parent)}",
+        )
     if path.suffix == ".json" and reproduction.is_one(path):
         checked = reproduction.check(path)
         report = checked.as_dict()

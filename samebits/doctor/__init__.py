@@ -8,6 +8,6 @@ No engine is started and torch is not imported.
 
 from samebits.doctor.finding import Finding, exit_code
 from samebits.doctor.machine import examine
-from samebits.doctor.settings import check_settings, read_settings
+from samebits.doctor.settings import check_names, check_settings, read_settings
 
-__all__ = ["Finding", "check_settings", "examine", "exit_code", "read_settings"]
+__all__ = ["Finding", "check_names", "check_settings", "examine", "exit_code", "read_settings"]

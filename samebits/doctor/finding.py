@@ -11,8 +11,8 @@ from samebits.errors import EXIT_EQUAL, EXIT_REFUSED
 @dataclass(frozen=True)
 class Finding:
     """severity: `ok`, `note` (worth knowing), `warning` (can move bits of native kernels), or
-    `problem` (the job would stop, or its bits would be wrong). `fix` is one command, or
-    `set NAME=VALUE` for a setting of the user's own job; empty for ok.
+    `problem` (the job would stop, or its bits would be wrong). `fix` is one command; for a setting
+    in a file of the user, that which shows its line. Empty for ok.
     """
 
     check: str

@@ -297,14 +297,18 @@ def _bad_line(where: str, seen: str, required: str) -> Refused:
 
 def _unreadable(path: Path, problem: str, line: int = 0) -> Refused:
     """SB1001; `line` is that of the problem, 0 where it is of the whole file."""
-    show = "zcat" if path.suffix == ".gz" else "cat"
+    packed = path.suffix == ".gz"
     if str(path) == "-":
         hint = "samebits measure --help"
     elif not path.is_file():
         hint = f"ls {word(path if path.is_dir() else path.parent)}"
+    elif packed and line:
+        hint = f"zcat {word(path)} | sed -n {line}p | tail -c 300"
+    elif packed:
+        hint = f"zcat {word(path)} | head -c 300"
     elif line:
-        hint = f"{show} {word(path)} | sed -n {line}p | tail -c 300"
+        hint = f"sed -n {line}p {word(path)} | tail -c 300"
     else:
-        hint = f"{show} {word(path)} | head -c 300"
+        hint = f"head -c 300 {word(path)}"
     place = f"{path}:{line}" if line else str(path)
     return Refused("SB1001", seen=f"{place}: {problem}", required="JSON Lines", hint=hint)

@@ -61,6 +61,19 @@ def test_show_names_recipe_series_and_layouts(capsys):
     assert "architecture  qwen3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", [["verify"], ["case", "show"], ["contract", "show"]])
+def test_the_template_is_no_case(verb, capsys):
+    assert cli.run([*verb, "_template"]) == 2
+    err = capsys.readouterr().err
+    assert "SB0322" in err and "my-model" not in err
+
+
+def test_a_missing_file_is_no_missing_case(tmp_path, capsys):
+    assert cli.run(["verify", str(tmp_path / "nope.json")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("SB0303") and "no such file" in err and f"hint: ls {tmp_path}\n" in err
+
+
 def test_an_unknown_case_is_refused(capsys):
     assert cli.run(["case", "show", "nothing"]) == 2
     assert "SB0322" in capsys.readouterr().err

@@ -1,4 +1,5 @@
 import json
+import subprocess
 
 import pytest
 
@@ -264,9 +265,32 @@ def test_settings_of_verl_are_judged_place_by_place(tmp_path):
     path.write_text(VERL.replace("dtype: bfloat16, log", "dtype: float16, log"))
     (found,) = [f for f in check_settings(read_settings(path)) if f.severity != "ok"]
     assert found.check == "actor_rollout_ref.rollout.dtype"
-    assert found.fix == "set actor_rollout_ref.rollout.dtype=auto"
+    assert found.fix == "grep -n dtype SETTINGS  # write auto there"
     path.write_text("a: {temperature: .nan}\nb: {temperature: .nan}\n")
     assert [f.severity for f in check_settings(read_settings(path))] == ["problem"] * 2
+
+
+def test_settings_that_no_check_knows_are_listed(tmp_path, capsys):
+    path = tmp_path / "a b.yaml"
+    path.write_text("top_p: 1\nrollout: {temprature: 0.7, seed: 3}\nlearning_rate: 1\n")
+    near, others = doctor.check_names(path)
+    assert (near.check, near.severity) == ("rollout.temprature", "warning")
+    assert near.required.startswith("temperature,")
+    assert others.severity == "note"
+    assert others.seen == "2 settings are not checked: rollout.seed, learning_rate"
+    assert cli.run(["doctor", "--json", "--settings", str(path)]) in (0, 2)
+    found = json.loads(capsys.readouterr().out)
+    assert {near.check, others.check} <= {finding["check"] for finding in found}
+
+
+def test_every_fix_of_a_setting_can_be_run(tmp_path):
+    path = tmp_path / "a b.yaml"
+    path.write_text("top_p: 0.9\ntemperature: 0.7\nlogprobs_mode: raw_logits\nmin_p: 1\n")
+    findings = check_settings(read_settings(path), path)
+    assert len(findings) == 4
+    for finding in findings:
+        done = subprocess.run(finding.fix, shell=True, capture_output=True, text=True)
+        assert finding.check in done.stdout, finding.fix
 
 
 @pytest.mark.parametrize(
@@ -303,7 +327,7 @@ def test_command(monkeypatch, capsys, checkout):
     assert cli.run(["doctor", "--settings", str(settings)]) == 2
     shown = capsys.readouterr().out
     assert "warning  VLLM_USE_V2_MODEL_RUNNER" in shown
-    assert "fix: set top_p=1" in shown
+    assert f"fix: grep -n top_p {settings}  # write 1 there" in shown
     monkeypatch.setenv("SAMEBITS_FAULT", "any")
     assert cli.run(["doctor", "--json"]) == 2
     found = json.loads(capsys.readouterr().out)

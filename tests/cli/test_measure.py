@@ -1,6 +1,7 @@
 import gzip
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -423,9 +424,9 @@ def test_hints_fit_what_is_wrong_with_the_file(tmp_path, monkeypatch):
         "absent.jsonl": "ls .",
         "folder/absent.jsonl": "ls folder",
         ".": "ls .",
-        "a b.jsonl": "cat 'a b.jsonl' | sed -n 1p | tail -c 300",
+        "a b.jsonl": "sed -n 1p 'a b.jsonl' | tail -c 300",
         "cut.jsonl.gz": "zcat cut.jsonl.gz | head -c 300",
-        "empty.jsonl": "cat empty.jsonl | head -c 300",
+        "empty.jsonl": "head -c 300 empty.jsonl",
     }
     for name, hint in hints.items():
         with pytest.raises(Refused, match="SB1001") as caught:
@@ -445,7 +446,8 @@ def test_the_line_that_cannot_be_read_is_named(world, tmp_path, suffix):
             read([path])
         assert caught.value.seen.startswith(f"{path}:20: ")
         assert "line 1" not in caught.value.seen
-        assert caught.value.hint.endswith("sed -n 20p | tail -c 300")
+        shown = subprocess.run(caught.value.hint, shell=True, capture_output=True).stdout
+        assert shown == cut.splitlines(keepends=True)[19][-300:]
 
 
 def test_a_byte_order_mark_is_skipped(world, tmp_path):
