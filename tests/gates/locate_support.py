@@ -13,8 +13,8 @@ from quoted import ROOT
 
 from samebits import recipe as recipes
 from samebits.contract import Contract, build
-from samebits.engines.rollout import RolloutSettings
-from samebits.gates import capsule, stages
+from samebits.engines.rollout import RolloutEngine, RolloutSettings
+from samebits.gates import capsule, stages, workload
 from samebits.gates import run as runs
 from samebits.gates.locate.arms import Arms, Subject
 from samebits.gates.run import Run
@@ -68,19 +68,20 @@ def plant(patch: pytest.MonkeyPatch, *, rollout: str | None = None, trainer: str
 
 
 def arms_of(run: Run, lengths=(80, 70, 33), response: int = 6) -> Arms:
-    """Arms of the first of a few drawn sequences, which are decoded and scored in one batch."""
+    """Arms of the first of a few sequences, which the engine of leg B decoded in one batch."""
     draw = random.Random(3)
     vocabulary = run.recipe.config["vocab_size"]
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(3, vocabulary) for _ in range(count))
-
     tags = ["chunk-plus-one", *["x"] * (len(lengths) - 1)]
     requests = [
-        capsule.Request(ids(length), 5 + length, response, tag)
+        capsule.Request(
+            tuple(draw.randrange(3, vocabulary) for _ in range(length)), 5 + length, response, tag
+        )
         for length, tag in zip(lengths, tags, strict=True)
     ]
-    whole = [[*request.prompt, *ids(response)] for request in requests]
+    settings = RolloutSettings.of(run.recipe, run.model, **stages.stress(run.recipe))
+    with RolloutEngine(settings) as engine:
+        done = engine.generate(workload.to_engine(requests))
+    whole = workload.sequences(requests, done)
     return Arms(Subject(run, 0, whole[0], requests, whole))
 
 

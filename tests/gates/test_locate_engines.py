@@ -10,7 +10,7 @@ from locate_support import DENSE, HYBRID, arms_of, call, open_run, pattern, plan
 from samebits.gates import locate, rl
 from samebits.gates.locate import pairs
 from samebits.gates.locate.pairs import Located
-from samebits.ops import gdn, gemm, rotary
+from samebits.ops import gdn, gemm, rms_norm, rotary
 from samebits.plan import ReductionPlan
 from samebits.trace.columns import widened
 
@@ -42,39 +42,21 @@ def _at_fault(located: Located) -> tuple[int, int]:
     return located.region.element
 
 
-def _product(arms, located: Located):
-    """Operands of the product that differs, for its position: a layer has two."""
-    layer, (position, column) = located.region.layer, located.region.element
-    calls = [
-        [call(arms[name], layer, "gemm.column", number) for name in (located.left, located.right)]
-        for number in (0, 1)
-    ]
-    differs = [
-        pattern(row(a, position), column) != pattern(row(b, position), column) for a, b in calls
-    ]
-    number = differs.index(True)
-    # What it was given is what the norm before it returned: the first of the layer, or the last.
-    x = row(call(arms[located.left], layer, "norm.rms", (0, 3)[number]), position)
-    names = (
-        [f"self_attn.{part}_proj" for part in "qkv"],
-        ["mlp.gate_proj", "mlp.up_proj"],
-    )[number]
-    run = arms.subject.run
-    return x, torch.cat([weight(run, f"model.layers.{layer}.{name}.weight") for name in names])
-
-
+@pytest.mark.slow  # a minute: four engines
 def test_a_fault_of_the_batch_is_found_in_the_rows_of_a_sequence(dense, monkeypatch):
-    plant(monkeypatch, rollout="k_cut_by_rows")
-    arms = arms_of(dense, response=24)
+    plant(monkeypatch, rollout="norm_rounded_by_rows")
+    arms = arms_of(dense)
+    weights = weight(dense, "model.layers.0.input_layernorm.weight")
     for other in ("decode-mixed", "decode-batch"):
         located = pairs.pair(arms, "decode", other)
         position, column = _at_fault(located)
-        assert located.region.region == "gemm.column"
+        assert (located.region.layer, located.region.region) == (0, "norm.rms")
         assert position >= 80  # alone, the prompt has many rows too
-        operands = _product(arms, located)
-        assert located.region.left == pattern(gemm.linear(*operands), column)
-        cut = gemm.row_parallel(*operands, ReductionPlan(2))
-        assert located.region.right == pattern(cut, column)
+        x = row(call(arms["decode"], None, "embedding"), position)
+        right = rms_norm.rms_norm(x, weights, 1e-6)
+        assert located.region.left == pattern(right, column)
+        early = rms_norm.rms_norm(x, torch.ones_like(weights), 1e-6)
+        assert located.region.right == pattern(early * weights, column)
     _equal(arms, "prefill/prefill-batch")
 
 
@@ -99,6 +81,7 @@ def test_a_fault_on_one_side_is_found_in_its_region(dense, monkeypatch):
         assert [located.region.left, located.region.right] == shown
 
 
+@pytest.mark.slow  # minutes: engines of two ranks on two cores
 def test_a_sum_in_rank_order_is_found_in_the_product_over_ranks(dense, monkeypatch):
     arms = arms_of(dense)
     _equal(arms, "prefill-tp2/prefill", "padded-tp2/prefill", "padded-tp2/prefill-tp2")
@@ -118,13 +101,14 @@ def test_a_sum_in_rank_order_is_found_in_the_product_over_ranks(dense, monkeypat
 
 def test_recurrent_layers_meet_call_by_call(hybrid):
     arms = arms_of(hybrid)
+    assert max(arms["decode"].calls[0].positions) == 84  # every token that was fed in
     _equal(arms, "decode/prefill", "padded/prefill", "packed/prefill", "decode/padded")
     regions = {c.region for c in arms["decode"].calls}
     assert regions >= {"gdn.conv", "gdn.l2_norm", "gdn.gate", "gdn.core", "norm.gated"}
     assert regions >= {"norm.rms_zero_centred", "attention", "attention.gate", "rope"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # minutes: six engines
 def test_recurrent_layers_meet_over_ranks_and_batches(hybrid):
     arms = arms_of(hybrid)
     _equal(arms, "padded-tp2/prefill", "prefill-tp2/prefill", "prefill/prefill-batch")
@@ -158,18 +142,19 @@ def _rows(found) -> torch.Tensor:
     return torch.from_numpy(wide.copy()).view(torch.float32)
 
 
+@pytest.mark.slow  # a minute: two RL runs
 def test_a_difference_after_refits_is_found_at_the_weights_of_its_step(dense, monkeypatch):
-    plant(monkeypatch, trainer="k_cut_by_rows")
+    plant(monkeypatch, trainer="norm_rounded_early")
     stage = rl.run_rl(dense, steps=2, arithmetic="aligned")
     first = rl.as_counts(stage).first
     assert first is not None and first.sequence // rl.STRIDE == 2
     (report,) = locate.one_sequence(dense, first.sequence, pairs.REFITS)
     assert (report.step, report.sequence, report.position) == (2, first.sequence, first.position)
     assert (report.left.bits, report.right.bits) == (first.left, first.right)
-    assert (report.layer, report.region) == (0, "gemm.column")
+    assert (report.layer, report.region) == (0, "norm.rms")
     assert report.element_left.bits != report.element_right.bits
     assert all(" left, " not in digest for digest in report.operands.values())
     monkeypatch.undo()
     before = arms_of(dense)["padded"]
-    digest = f"{int(call(before, 0, 'gemm.column').operands['weight'][0]):016x}"
+    digest = f"{int(call(before, 0, 'norm.rms').operands['weight'][0]):016x}"
     assert report.operands["weight"] != digest  # not those that the run began with
