@@ -32,7 +32,7 @@ LEGS = {
     "D": "every claimed layout = one rank",
     "E": "still equal after optimizer steps and refits",
     "F": "whole logit rows, by digest",
-    "O": "no further from an fp32 oracle than stock; distances, not bits",
+    "O": "mean distance to an fp32 oracle no larger than that of stock; distances, not bits",
     "rl": "RL run, all steps",
 }
 

@@ -426,7 +426,7 @@ STEPS = (
     ),
     Step(
         "oracle",
-        "no further from fp32 than stock",
+        "mean distance to fp32 no larger than that of stock",
         ("leg-c",),
         _RECORD,
         "leg O: mean distance no larger than that of stock, its planted fault further away",

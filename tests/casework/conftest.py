@@ -13,6 +13,8 @@ from samebits import cli, evidence
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.contract.build import build, write
+from samebits.evidence import pairs, required
+from samebits.gates import semantic
 from samebits.ops import registry
 from samebits.ops.registry import Implementation
 from samebits.patching.workspace import Workspace
@@ -124,19 +126,25 @@ def rows(recipe: recipes.Recipe, changed: dict | None = None) -> dict:
             "control": evidence.control(leg.control, 100, 90, 0.05),
             "command": f"samebits prove {recipe.case}",
         } | changed.get(name, {})
-        pairs = [("tp1", "tp1")]
+        if name == "E":  # the steps of `_rl` but the first
+            late = recipe.rl["steps"] - 1
+            fields |= {"tokens": 50 * late} | changed.get(name, {})
+            fields |= {"control": evidence.control(leg.control, 50 * late, 40 * late, 0.5)}
+        if name == "F":
+            bare = {"control": evidence.control(leg.control, 100, 90)}
+            fields |= bare | changed.get(name, {}) | {"max_abs": None}
+        ran = [(pair, ("tp1", "tp1")) for pair in _pairs(recipe, name)]
         if name == "D":
             sizes = itertools.product(recipe.trainer_tp, recipe.rollout_tp)
-            pairs = [(f"tp{a}", f"tp{b}") for a, b in sizes]
-        for a, b in pairs if name != "O" else ():
-            row = evidence.comparison(
-                name, f"{a}/{b}", "left equals right", layouts=(a, b), **fields
-            )
+            layouts = [(f"tp{a}", f"tp{b}") for a, b in sizes]
+            ran = [(pairs.of_layouts(*two), two) for two in layouts]
+        for pair, two in ran:
+            row = evidence.comparison(name, pair, "left equals right", layouts=two, **fields)
             comparisons.append(row)
         if name == "O":
             oracles = [
                 evidence.oracle(
-                    "all",
+                    "prefill/fp32-hugging-face",
                     "near",
                     tokens=leg.tokens,
                     aligned=(0.01, 0.1),
@@ -146,29 +154,45 @@ def rows(recipe: recipes.Recipe, changed: dict | None = None) -> dict:
                     **changed.get("O", {}),
                 )
             ]
-    return {"comparisons": comparisons, "oracles": oracles, "rl": _rl(recipe)}
+    return {"comparisons": comparisons, "oracles": oracles, "rl": _rl(recipe, changed.get("E", {}))}
 
 
-def _rl(recipe: recipes.Recipe):
+def _pairs(recipe: recipes.Recipe, leg: str) -> tuple[str, ...]:
+    if leg in "DO":
+        return ()
+    states = [{"name": "implementation/gdn.core.cpu.1"}] if recipe.gdn_schedule else []
+    return pairs.of(leg, {"sources": states})
+
+
+def _rl(recipe: recipes.Recipe, late):
+    """Steps of both arms; `late`: what the aligned steps behind the first refit differ by."""
     if recipe.rl is None:
         return None
     equal = dict.fromkeys(("max_abs", "mean_abs", "k3_kl"), 0.0)
     equal |= {"is_ratio_max": 1.0, "is_ratio_median": 1.0, "tokens": 50, "mismatches": 0}
-    differs = equal | {"max_abs": 0.5, "mean_abs": 0.1, "mismatches": 40}
+    differs = equal | {"max_abs": 0.5, "mean_abs": 0.1, "mismatches": 40, "k3_kl": 0.01}
+    differs |= {"is_ratio_max": 1.2}
     steps = range(1, recipe.rl["steps"] + 1)
+    aligned = [evidence.rl_step(step, equal, 0.1) for step in steps]
+    if "mismatches" in late:
+        wrong = {"mismatches": late["mismatches"], "max_abs": late["max_abs"], "mean_abs": 0.05}
+        wrong |= {"k3_kl": 0.01, "is_ratio_max": 1.2}
+        aligned[-1] = evidence.rl_step(recipe.rl["steps"], equal | wrong, 0.1)
     return evidence.rl(
-        [evidence.rl_step(step, equal, 0.1) for step in steps],
+        aligned,
         [evidence.rl_step(step, differs, 0.1) for step in steps],
         "samebits rl toy",
     )
 
 
-SWITCHES = {
-    "distinct_prompt_seed_pairs": "48",
-    "logprobs_mode": "raw_logprobs",
-    "sampling": "temperature 1",
-    "sampling_refused": "greedy",
-    "token_ids": "in and out",
+INTENT = {
+    "kind": "cpu",
+    "machine": "x86_64",
+    "isa": "AVX2",
+    "torch": "2.13.0+cpu",
+    "numpy": "2.3.5",
+    "numba": "0.68.1",
+    "llvmlite": "0.50.0",
 }
 
 
@@ -190,8 +214,15 @@ class Toy:
         return contract
 
     def statement(self, changed: dict | None = None, **fields):
-        switches = SWITCHES | {"vocabulary": str(self.recipe.config["vocab_size"])}
-        given = {"limits": ["toy"], "happenstance": WHEN, "switches": switches}
+        # Two comparisons of leg C, each with two sequences of both layouts.
+        pairs = {"distinct_prompt_seed_pairs": "4"}
+        given = {
+            "limits": required.LIMITS,
+            "not_covered": required.NOT_COVERED,
+            "happenstance": WHEN,
+            "intent": INTENT,
+            "switches": semantic.required(self.recipe) | pairs,
+        }
         return evidence.build(
             self.recipe,
             Contract.load(self.recipe.contract_path),
