@@ -10,7 +10,7 @@ CASES := $(patsubst cases/%/contract.json,%,$(wildcard cases/*/contract.json))
 .PHONY: help setup demo test test-slow test-faults test-upstream check prove verify clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 and CASE=qwen3-tiny can be given on the command line"
 
 setup: ## virtual environment, pinned upstreams fetched and patched (figures: README.md)

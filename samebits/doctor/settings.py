@@ -105,7 +105,7 @@ def check_names(path: Path) -> list[Finding]:
             others.append(place)
     if others:
         more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        seen = f"{len(others)} settings are not checked: {', '.join(others[:_NAMED])}{more}"
+        seen = f"not checked: {', '.join(others[:_NAMED])}{more}"
         findings.append(Finding(str(path), "note", seen))
     return findings
 

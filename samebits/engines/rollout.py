@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samebits import bits, patching
+from samebits import bits, patching, segments
 from samebits.engines import rollout_wire as wire
 from samebits.engines.rollout_wire import Completion, Request, Score
 from samebits.errors import Refused
@@ -119,6 +119,7 @@ class RolloutEngine:
         self.settings = settings
         self._sizes: dict[str, Counter[str]] = {"generate": Counter(), "score": Counter()}
         self._log = tempfile.TemporaryFile("w+b", prefix="samebits-rollout-")  # noqa: SIM115
+        segments.remove_stale(segments.ROLLOUT)  # of runs that were killed
         started = time.monotonic()
         self._say(f"starting vLLM ({settings.arithmetic}, {settings.tensor_parallel_size} rank(s))")
         ours, theirs = socket.socketpair()
@@ -320,6 +321,7 @@ class RolloutEngine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        segments.remove_stale(segments.ROLLOUT)  # killed ranks remove nothing themselves
         self._log.close()
 
     @staticmethod

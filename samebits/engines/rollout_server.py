@@ -12,7 +12,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from samebits import trace
+from samebits import segments, trace
 from samebits.engines import rollout_wire as wire
 from samebits.engines.rollout_wire import Completion, Request, Score
 from samebits.errors import Refused, SamebitsError
@@ -197,4 +197,5 @@ def serve(pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
+    segments.own_segments()
     serve(Connection(int(sys.argv[1])))

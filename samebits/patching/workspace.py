@@ -106,7 +106,7 @@ class Workspace:
                 "SB0108",
                 seen=f"{folder / f'{name}.lock'} is held by another process{waited}",
                 required="one run at a time",
-                hint=f"fuser -v {word(folder / f'{name}.lock')}",
+                hint=f"fuser -v {word(str(folder / f'{name}.lock'))}",  # runs from any folder
             ) from None
         try:
             yield

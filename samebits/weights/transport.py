@@ -19,7 +19,6 @@ import errno
 import json
 import mmap
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
@@ -29,13 +28,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from samebits import bits
+from samebits import bits, segments
 from samebits.errors import Refused, word
 from samebits.weights.checksums import tensor_checksum
 
 _PREFIX = "samebits-weights"
 _ALIGNMENT = 64
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = segments.SHARED_MEMORY
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float16, torch.float32)}
 
@@ -110,7 +109,7 @@ def send(
     Yields the manifest; the segment lives until the block ends. Raises Refused SB0707 for a name
     given twice, SB0709 when neither shared memory nor the temporary folder has room.
     """
-    _remove_stale()
+    segments.remove_stale(_PREFIX, (_SHARED_MEMORY, Path(tempfile.gettempdir())))
     with _Segment() as segment:
         entries: list[Entry] = []
         seen: set[str] = set()
@@ -213,8 +212,7 @@ class _Segment:
 
     def __init__(self) -> None:
         self._folders = [f for f in (_SHARED_MEMORY, Path(tempfile.gettempdir())) if f.is_dir()]
-        owner = f"{os.getuid()}-{os.getpid()}-{_start_time(os.getpid())}"
-        self.path = self._folders.pop(0) / f"{_PREFIX}-{owner}-{secrets.token_hex(4)}"
+        self.path = self._folders.pop(0) / segments.new_name(_PREFIX)
         self._size = 0
 
     def __enter__(self) -> _Segment:
@@ -271,26 +269,6 @@ class _Segment:
 
 def _create(path: Path):
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b", buffering=0)
-
-
-def _start_time(pid: int) -> str:
-    """Kernel start time of a process, so that a reused pid is not taken for the old process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return "0"
-
-
-def _remove_stale() -> None:
-    for folder in {_SHARED_MEMORY, Path(tempfile.gettempdir())}:
-        for path in folder.glob(f"{_PREFIX}-{os.getuid()}-*"):
-            fields = path.name.removeprefix(_PREFIX).split("-")
-            if (
-                len(fields) == 5
-                and fields[2].isdigit()
-                and _start_time(int(fields[2])) != fields[3]
-            ):
-                path.unlink(missing_ok=True)
 
 
 def _unusable(seen: str, required: str) -> Refused:

@@ -4,6 +4,7 @@ import errno
 import importlib
 import json
 import re
+import subprocess
 import types
 
 import pytest
@@ -40,6 +41,14 @@ def test_help_is_plain_and_names_every_exit_code(verb, width, capsys):
 
 def test_the_first_line_of_help_says_what_it_is_for(capsys):
     assert "log-probabilities, and" in text(capsys, "--help").splitlines()[2]
+
+
+def test_targets_of_make_are_listed_in_columns():
+    root = Workspace.find().root
+    listed = subprocess.run(["make", "-s", "help"], cwd=root, capture_output=True, text=True)
+    rows = [line for line in listed.stdout.splitlines() if line.startswith("  make ")]
+    assert len(rows) > 8
+    assert len({re.match(r"  make \S+ +", row).end() for row in rows}) == 1
 
 
 def test_a_case_is_shown_as_a_table(capsys):

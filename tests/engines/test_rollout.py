@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
 from rollout_support import mismatches, whole
 from trainer_support import QWEN3, VOCAB, make_case
 
-from samebits import bits
+from samebits import bits, segments
 from samebits.contract import Contract
 from samebits.engines.rollout import Request, RolloutEngine, RolloutSettings
 from samebits.errors import Refused
@@ -133,6 +135,15 @@ def test_two_ranks_equal_one(case, stress):
         for left, right in zip(done, stress.done, strict=True):
             assert np.array_equal(left.logprob_bits, right.logprob_bits)
         assert engine.weight_checksums() == stress.weight_checksums()
+
+
+def test_a_killed_engine_leaves_no_shared_memory(case):
+    with start(case, tensor_parallel_size=2) as engine:
+        owner = f"{segments.ROLLOUT}-{os.getuid()}-{engine._process.pid}-*"
+        assert list(segments.SHARED_MEMORY.glob(owner))  # the ranks talk through it
+        os.killpg(engine._process.pid, signal.SIGKILL)
+        engine.close()
+    assert not list(segments.SHARED_MEMORY.glob(owner))
 
 
 def test_stock_differs(case, stress):

@@ -393,7 +393,7 @@ def test_two_runs_at_once(project: Project):
     assert len([name for name in names if len(name) == 40]) == 1
 
 
-def test_a_run_that_waits_too_long(project: Project):
+def test_a_run_that_waits_too_long(project: Project, monkeypatch):
     with (
         project.workspace.lock("toy"),
         pytest.raises(Refused) as caught,
@@ -401,6 +401,17 @@ def test_a_run_that_waits_too_long(project: Project):
     ):
         pass
     assert caught.value.error_id == "SB0108"
+    assert caught.value.seen.endswith("toy.lock is held by another process after 0.05 s")
+    assert caught.value.hint == f"fuser -v {project.root}/build/locks/toy.lock"
+    monkeypatch.chdir(project.root)
+    with (
+        project.workspace.lock("toy"),
+        pytest.raises(Refused) as caught,
+        project.workspace.lock("toy", wait_seconds=0),
+    ):
+        pass
+    assert caught.value.seen.endswith("is held by another process")
+    assert caught.value.hint == f"fuser -v {project.root}/build/locks/toy.lock"
 
 
 def test_rest_of_a_killed_run_is_cleared(project: Project):
