@@ -116,6 +116,7 @@ def test_exit_code_and_output_follow_the_verdict(
     tmp_path, monkeypatch, capsys, verdict, code, words
 ):
     outcome = _outcome(tmp_path, verdict)
+    monkeypatch.chdir(tmp_path)  # paths are shown as this folder sees them
     monkeypatch.setattr(prove, "prove", lambda case, quick, record: outcome)
     monkeypatch.setattr(page, "write", lambda statement, stages, chip, path, found: path)
     assert cli.run(["prove", "toy"]) == code
