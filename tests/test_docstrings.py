@@ -22,12 +22,17 @@ def undocumented(source: str) -> list[str]:
 
 def _inside(node: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
     for child in _defined(node):
-        if child.name.startswith("_"):
+        if child.name.startswith("_") or _is_overload(child):
             continue
         if not ast.get_docstring(child):
             yield prefix + child.name
         if isinstance(child, ast.ClassDef):
             yield from _inside(child, f"{prefix}{child.name}.")
+
+
+def _is_overload(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """A signature for type checkers; the definition behind it is documented."""
+    return any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list)
 
 
 def _defined(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:

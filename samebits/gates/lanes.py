@@ -153,7 +153,11 @@ def _runs(pid: str) -> bool:
 
 def _descendants(process: int) -> set[int]:
     found: set[int] = set()
-    for thread in Path(f"/proc/{process}/task").glob("*"):
-        for child in _children(int(thread.name), process):
+    try:
+        threads = os.listdir(f"/proc/{process}/task")
+    except OSError:  # the process has ended
+        return found
+    for thread in threads:
+        for child in _children(int(thread), process):
             found |= {child} | _descendants(child)
     return found

@@ -138,18 +138,32 @@ def _finite(columns: dict[str, np.ndarray]) -> np.ndarray:
     return np.isfinite(columns["bits"].view(np.float32))
 
 
-def compare(left: Stream, right: Stream, what: str = "logprob") -> Counts:
+def _to_first_other(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> np.ndarray:
+    """Which rows come no later in their sequence than the first token that differs."""
+    other = a["token"] != b["token"]
+    keep = np.ones(len(other), bool)
+    for i in np.flatnonzero(other):
+        keep &= (a["sequence"] != a["sequence"][i]) | (a["position"] <= a["position"][i])
+    return keep
+
+
+def compare(left: Stream, right: Stream, what: str = "logprob", *, sampled: bool = False) -> Counts:
     """Compare what both streams hold. `what` is "logprob" (bits) or "row" (logit-row digests).
 
     Tokens at one key must be the same token: a difference there is a broken capsule, not a
-    numerical result, and is refused.
+    numerical result, and is refused. With `sampled` the two sides chose their tokens themselves:
+    another token is a mismatch, and ends its sequence, as what follows answers to another text.
     """
     a, b = left.columns(), right.columns()
     _, ia, ib = np.intersect1d(Stream._keys(a), Stream._keys(b), return_indices=True)
     a = {name: column[ia] for name, column in a.items()}
     b = {name: column[ib] for name, column in b.items()}
-    wrong = np.flatnonzero(a["token"] != b["token"])
-    if wrong.size:
+    if sampled:
+        keep = _to_first_other(a, b)
+        a, b = ({name: column[keep] for name, column in side.items()} for side in (a, b))
+    other_token = a["token"] != b["token"]
+    wrong = np.flatnonzero(other_token)
+    if wrong.size and not sampled:
         i = int(wrong[0])
         raise Refused(
             "SB0901",
@@ -182,6 +196,7 @@ def compare(left: Stream, right: Stream, what: str = "logprob") -> Counts:
         values = mismatch.measure(a["bits"], b["bits"])
         shown = [f"{x:08x}" for x in a["bits"]]
         other = [f"{x:08x}" for x in b["bits"]]
+        differs |= other_token
         digests = (_sha(a["bits"]), _sha(b["bits"]))
     first = None
     if differs.any():

@@ -66,6 +66,17 @@ def test_other_tokens_are_refused():
         compare(_stream(-1, tokens=[4]), _stream(-1, tokens=[5]))
 
 
+def test_another_sampled_token_is_a_mismatch_and_ends_its_sequence():
+    left, right = Stream(), Stream()
+    for sequence in (1, 2):
+        left.add(sequence, 4, [7, 8, 9], _bits(-1, -2, -3))
+    right.add(1, 4, [7, 6, 5], _bits(-1, -2, -4))  # another token of equal probability
+    right.add(2, 4, [7, 8, 9], _bits(-1, -2, -3))
+    found = compare(left, right, sampled=True)
+    assert (found.tokens, found.mismatches) == (5, 1)
+    assert found.first is not None and found.first.position == 5
+
+
 def test_a_position_twice_is_an_error():
     stream = _stream(-1)
     stream.extend(_stream(-1))
