@@ -169,6 +169,21 @@ def integrity(data: Mapping[str, Any]) -> str:
     return canonical.digest({"subject": data["subject"], "predicate": predicate})
 
 
+def unsealed(raw: bytes, what: str, closed: dict[str, Any]) -> Mapping[str, Any]:
+    """Decoded strict JSON of a closed schema (SB0801) whose integrity digest is true (SB0802)."""
+    data = canonical.decode(raw, what)
+    canonical.check_schema(data, closed, "SB0801", what)
+    seen, required = data["predicate"]["integrity"], integrity(data)
+    if seen != required:
+        raise Refused(
+            "SB0802",
+            seen=f"{what}: integrity digest {seen[:16]}..",
+            required=f"{required[:16]}.., the digest of what the file says",
+            hint="samebits explain SB0802",
+        )
+    return data
+
+
 @dataclass(frozen=True)
 class Statement:
     """A validated statement: strict JSON, closed schema, true integrity digest, true verdict."""
@@ -184,16 +199,8 @@ class Statement:
     @classmethod
     def parse(cls, raw: bytes, what: str) -> Statement:
         """Refuse anything but what `build` could have written."""
-        data = canonical.decode(raw, what)
-        canonical.check_schema(data, schema(), "SB0801", what)
+        data = unsealed(raw, what, schema())
         predicate = data["predicate"]
-        if predicate["integrity"] != integrity(data):
-            raise Refused(
-                "SB0802",
-                seen=f"{what}: integrity digest {predicate['integrity'][:16]}..",
-                required=f"{integrity(data)[:16]}.., the digest of what the file says",
-                hint="samebits explain SB0802",
-            )
         check_consistent(data, what)
         verdict = judge(predicate).verdict
         if predicate["verdict"] != verdict:

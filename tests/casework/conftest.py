@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from platforms import INTENT
 
 from samebits import cli, evidence
 from samebits import recipe as recipes
@@ -183,17 +184,6 @@ def _rl(recipe: recipes.Recipe, late):
         [evidence.rl_step(step, differs, 0.1) for step in steps],
         "samebits rl toy",
     )
-
-
-INTENT = {
-    "kind": "cpu",
-    "machine": "x86_64",
-    "isa": "AVX2",
-    "torch": "2.13.0+cpu",
-    "numpy": "2.3.5",
-    "numba": "0.68.1",
-    "llvmlite": "0.50.0",
-}
 
 
 class Toy:

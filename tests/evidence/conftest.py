@@ -7,6 +7,7 @@ import itertools
 import shutil
 
 import pytest
+from platforms import INTENT
 
 from samebits import evidence
 from samebits import recipe as recipes
@@ -16,15 +17,6 @@ from samebits.evidence.statement import integrity
 from samebits.gates import semantic
 
 TREES = {"vllm": "1" * 40, "megatron": "2" * 40, "verl": "3" * 40}
-INTENT = {
-    "kind": "cpu",
-    "machine": "x86_64",
-    "isa": "AVX2",
-    "torch": "2.13.0+cpu",
-    "numpy": "2.3.5",
-    "numba": "0.68.1",
-    "llvmlite": "0.50.0",
-}
 WHEN = {"started": "2025-01-01T00:00:00Z", "finished": "2025-01-01T00:10:00Z"}
 
 

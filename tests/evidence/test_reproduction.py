@@ -6,6 +6,7 @@ import copy
 import json
 
 import pytest
+from platforms import INTENT
 
 from samebits import cli, evidence
 from samebits.contract import canonical
@@ -14,28 +15,19 @@ from samebits.evidence import current, reproduction
 from samebits.evidence.statement import integrity
 
 LATER = {"started": "2025-02-01T00:00:00Z", "finished": "2025-02-01T00:10:00Z"}
-HERE = {
-    "kind": "cpu",
-    "machine": "x86_64",
-    "isa": "AVX2",
-    "torch": "2.13.0+cpu",
-    "numpy": "2.3.5",
-    "numba": "0.68.1",
-    "llvmlite": "0.50.0",
-}
 
 
 @pytest.fixture
 def first(run, recipe):
     """The recorded run, in its place."""
-    return evidence.write(run(intent=HERE), recipe.evidence_path)
+    return evidence.write(run(intent=INTENT), recipe.evidence_path)
 
 
 @pytest.fixture
 def again(run, make_rows, recipe):
     """Builds a second run; `leg` and further arguments change one leg's rows."""
 
-    def build(leg="", intent=HERE, row=None, **changes):
+    def build(leg="", intent=INTENT, row=None, **changes):
         rows = make_rows(recipe, leg, **(row or {}))
         fields = {"comparisons": rows, "happenstance": LATER, "intent": intent}
         return run(**(fields | changes))
@@ -82,7 +74,7 @@ def test_other_streams_on_the_same_platform_are_different(first, again):
     other = {"streams": ("c" * 64, "c" * 64)}
     done = made(first, again("B", row=other))
     assert done.verdict == "DIFFERENT" and "other streams" in done.predicate["reasons"][0]
-    elsewhere = made(first, again("B", row=other, intent=HERE | {"isa": "AVX512"}))
+    elsewhere = made(first, again("B", row=other, intent=INTENT | {"isa": "AVX512"}))
     assert elsewhere.verdict == "REPRODUCED"
 
 
@@ -197,7 +189,7 @@ def test_a_truncated_file_is_refused(first, again, recipe, cut):
 
 def test_it_is_stale_when_the_evidence_is_recorded_again(first, again, run, recipe, capsys):
     path = store(recipe, made(first, again()))
-    evidence.write(run(intent=HERE, happenstance=LATER), recipe.evidence_path)
+    evidence.write(run(intent=INTENT, happenstance=LATER), recipe.evidence_path)
     checked = reproduction.check(path)
     assert (checked.status, checked.exit_code) == ("STALE", 3)
     assert reproduction.count(recipe) == 0

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models
 import yaml
 from quoted import ROOT
 
@@ -29,24 +30,8 @@ from samebits.gates.run import Run, Stage
 from samebits.patching.workspace import Workspace
 from samebits.weights import sources
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 1024,
-}
-DENSE = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-HYBRID = SIZES | {"full_attention_interval": 2}
-RL = {
-    "steps": 2,
-    "prompts_per_step": 2,
-    "samples_per_prompt": 2,
-    "max_tokens": 8,
-    "learning_rate": "1e-2",  # moves every weight by more than a rounding
-    "algorithm": "grpo",
-    "seed": 1,
-}
+DENSE, HYBRID = small_models.dense(128), small_models.hybrid(128)
+RL = small_models.RL
 ANY = {"tokens": 1, "hazards": [], "control": "stock"}
 REQUESTS, RESPONSE, ALONE = 14, 6, 2
 

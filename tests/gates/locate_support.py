@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+import small_models
 import torch
 import yaml
 from quoted import ROOT
@@ -21,24 +22,9 @@ from samebits.gates.run import Run
 from samebits.patching.workspace import Workspace
 from samebits.weights import sources
 
-SIZES = {
-    "hidden_size": 512,  # sums so long that their order shows
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 1024,
-}
-DENSE = SIZES | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-HYBRID = SIZES | {"full_attention_interval": 2}
-RL = {
-    "steps": 2,
-    "prompts_per_step": 2,
-    "samples_per_prompt": 2,
-    "max_tokens": 8,
-    "learning_rate": "1e-2",  # moves every weight by more than a rounding
-    "algorithm": "grpo",
-    "seed": 1,
-}
+# Sums so long that their order shows.
+DENSE, HYBRID = small_models.dense(512), small_models.hybrid(512)
+RL = small_models.RL
 
 
 def open_run(folder: Path, base: str, config: dict) -> Run:
