@@ -15,7 +15,11 @@ from samebits.weights import sources
 def ran(tmp_path, monkeypatch):
     """Folders of runs that were started; no stage computes anything."""
     (tmp_path / "cases").symlink_to(recipes.cases_folder())
-    (tmp_path / "patches").symlink_to(Workspace.find().patches)
+    real = Workspace.find()
+    (tmp_path / "patches").symlink_to(real.patches)
+    (tmp_path / "build").mkdir()
+    for upstream in ("vllm", "megatron", "verl"):  # a run looks at the patched trees first
+        (tmp_path / "build" / upstream).symlink_to(real.root / "build" / upstream)
     monkeypatch.setattr(Workspace, "find", classmethod(lambda cls: Workspace(tmp_path)))
     monkeypatch.setattr(sources, "prepare", lambda recipe: tmp_path)
     found = []
