@@ -14,6 +14,23 @@ from samebits.contract.dims import dims_of
 if TYPE_CHECKING:
     from samebits.recipe import Recipe
 
+# What either Gated DeltaNet schedule fixes in the regions of a recurrent layer: all their constants
+# but the schedule's name. Operators register the same; `build` refuses (SB0319) where they do not.
+GDN: Mapping[str, Mapping[str, int | str]] = {
+    "gdn.conv": {"activation": "silu", "exp": "exp32", "window": "bf16"},
+    "gdn.l2_norm": {"lanes": 16},
+    "gdn.gate": {"A_log": "fp32", "beta": "fp32", "exp": "exp32"},
+    "gdn.core": {
+        "chunk": 64,
+        "block": 16,
+        "boundary_chained": "fp32",
+        "boundary_consumed": "bf16; for o of cpr fp32",
+        "output": "fp32; of cpr bf16",
+        "g": "fp32",
+        "beta": "fp32",
+    },
+}
+
 
 def model_of(recipe: Recipe) -> dict[str, Any]:
     """Section `model`: case, architecture, dimensions, and the digest of all that is said of it."""
@@ -37,8 +54,8 @@ def sizes_of(recipe: Recipe) -> dict[str, list[int]]:
     return {"trainer_tp": sorted(recipe.trainer_tp), "rollout_tp": sorted(recipe.rollout_tp)}
 
 
-def decisions_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Region -> constants of its schedule that the recipe decides, not the operator's source."""
+def decisions_of(recipe: Recipe) -> dict[str, Mapping[str, Any]]:
+    """Region -> constants that the recipe decides, by itself or by its schedule (`GDN`)."""
     eps = {"eps": canonical.float_bits(float(recipe.config["rms_norm_eps"]))}
     return {
         "gemm.row": {"leaves": recipe.leaves},
@@ -48,12 +65,16 @@ def decisions_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
         "norm.rms_zero_centred": eps,
         "norm.gated": eps,
         "rope": {"theta": canonical.float_bits(float(recipe.config["rope_theta"]))},
-        "gdn.core": {"schedule": recipe.gdn_schedule or ""},
+        **GDN,
+        "gdn.core": {**GDN["gdn.core"], "schedule": recipe.gdn_schedule or ""},
     }
 
 
 def misfits(data: Mapping[str, Any], recipe: Recipe) -> list[tuple[str, Any, Any]]:
-    """(field, value of the contract document, value that the recipe asks for) where they differ."""
+    """(field, value of the contract document, value that the recipe asks for) where they differ.
+
+    A value is None where there is none; a region of `GDN` has no constants but those asked for.
+    """
     decisions, found, wanted = decisions_of(recipe), {}, {}
     for name, value in model_of(recipe).items():
         found[f"model.{name}"], wanted[f"model.{name}"] = data["model"][name], value
@@ -62,7 +83,8 @@ def misfits(data: Mapping[str, Any], recipe: Recipe) -> list[tuple[str, Any, Any
         found[axis], wanted[axis] = data["claims"]["topology"][axis]["sizes"], sizes
     for entry in data["composition"]:
         for region in entry["regions"]:
-            for name, value in decisions.get(region, {}).items():
+            decided, constants = decisions.get(region, {}), entry["constants"]
+            for name in {**decided, **(constants if region in GDN else {})}:
                 field = f"{region}.{name}"
-                found[field], wanted[field] = entry["constants"].get(name), value
+                found[field], wanted[field] = constants.get(name), decided.get(name)
     return [(name, found[name], wanted[name]) for name in found if found[name] != wanted[name]]

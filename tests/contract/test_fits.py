@@ -10,11 +10,13 @@ from samebits import cli
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.contract.build import build, seal, write
-from samebits.contract.fits import misfits
+from samebits.contract.fits import GDN, misfits
 from samebits.errors import Refused
 from samebits.gates import prove
 from samebits.patching.workspace import Workspace
 from samebits.weights import sources
+
+CASES = recipes.cases_folder()
 
 
 @pytest.fixture
@@ -120,6 +122,58 @@ def test_a_claim_that_names_no_evidence_of_the_case_is_refused(checkout, capsys)
         assert cli.run(["contract", "show", "qwen3-tiny", *extra]) == 2
         assert "SB0325" in capsys.readouterr().err
     assert cli.run(["contract", "diff", "qwen3-tiny"]) == 1
+
+
+# Constants of Gated DeltaNet regions.
+
+
+@pytest.fixture
+def recurrent(checkout):
+    """A hybrid case with a contract beside the others."""
+    folder = checkout / "qwen3.5-tiny"
+    folder.mkdir()
+    shutil.copy(CASES / "qwen3.5-tiny/recipe.yaml", folder)
+    shutil.copy(CASES / "qwen3.5-tiny/contract.json", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("region", "name", "value"),
+    [
+        ("gdn.core", "chunk", 32),
+        ("gdn.core", "block", 8),
+        ("gdn.core", "schedule", "cpr"),
+        ("gdn.core", "output", "bf16"),
+        ("gdn.core", "boundary_chained", "bf16"),
+        ("gdn.core", "boundary_consumed", None),
+        ("gdn.core", "state", "bf16"),
+        ("gdn.gate", "A_log", "bf16"),
+        ("gdn.conv", "window", "fp32"),
+        ("gdn.l2_norm", "lanes", 8),
+    ],
+)
+def test_a_resealed_contract_of_another_recurrence_is_refused(recurrent, region, name, value):
+    recipe = recipes.load("qwen3.5-tiny")
+    data = copy.deepcopy(dict(Contract.of(recipe).data))
+    (entry,) = (e for e in data["composition"] if e["regions"] == [region])
+    entry["constants"].pop(name, None)
+    if value is not None:
+        entry["constants"][name] = value
+    sealed = seal(data)
+    assert [field for field, _, _ in misfits(sealed.data, recipe)] == [f"{region}.{name}"]
+    write(sealed, recipe.contract_path)
+    with pytest.raises(Refused, match=f"SB0323.*(?s:.*){region}.{name}"):
+        Contract.of(recipe)
+
+
+def test_operators_register_what_the_schedules_fix():
+    from samebits.ops import registry
+
+    installed = registry.implementations("cpu")
+    for region, constants in GDN.items():
+        registered = dict(installed[region].constants)
+        assert registered.pop("schedule", "contract") == "contract"
+        assert registered == constants
 
 
 # Folder, name and working directory.
