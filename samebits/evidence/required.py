@@ -14,6 +14,7 @@ from typing import Any
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.errors import Refused
+from samebits.evidence import rows
 from samebits.evidence.statement import UNSIGNED, Statement
 
 LIMITS = (
@@ -59,6 +60,7 @@ def check(statement: Statement, recipe: recipes.Recipe) -> None:
 def _problems(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[str]:
     yield from _problems_of_words(predicate, recipe)
     yield from _problems_of_semantics(predicate, recipe)
+    yield from rows.problems(predicate, recipe)
     asked = {*recipe.legs, *"ABC", *("E" if recipe.rl else "")}
     ran = {row["leg"] for row in [*predicate["comparisons"], *predicate["oracle"]]}
     for leg in sorted(ran - asked):

@@ -13,6 +13,7 @@ from samebits import evidence
 from samebits import recipe as recipes
 from samebits.contract import Contract, canonical
 from samebits.evidence import current, pairs, required
+from samebits.evidence import rows as written
 from samebits.evidence.statement import integrity
 from samebits.gates import semantic
 
@@ -22,18 +23,21 @@ WHEN = {"started": "2025-01-01T00:00:00Z", "finished": "2025-01-01T00:10:00Z"}
 
 def row(leg: str, name: str, recipe: recipes.Recipe, **changes) -> dict:
     """A comparison of `leg` that satisfies its recipe."""
-    wanted = recipe.legs[leg]
+    wanted, named = recipe.legs[leg], {"leg": leg, "name": name}
     fields = {
         "tokens": wanted.tokens,
         "mismatches": 0,
         "max_abs": 0.0,
         "streams": ("a" * 64, "a" * 64),
         "hazards": dict.fromkeys(wanted.hazards, 2),
-        "control": evidence.control(wanted.control, 100, 90, 0.05),
+        "control": None,
         "command": required.command(recipe.case, " --record"),
     }
+    distance = None if leg == "F" else 0.05
+    for planted in written.controls(named, {"sources": []}, recipe)[:1]:
+        fields["control"] = evidence.control(planted, 100, 90, distance)
     if leg == "F":
-        fields |= {"max_abs": None, "control": evidence.control(wanted.control, 100, 90)}
+        fields["max_abs"] = None
     return evidence.comparison(leg, name, "left equals right", **(fields | changes))
 
 

@@ -7,10 +7,11 @@ import pytest
 from test_verdict import step
 
 from samebits import evidence
+from samebits import recipe as recipes
 from samebits.contract import Contract, canonical
 from samebits.contract.build import seal as seal_contract
 from samebits.errors import Refused
-from samebits.evidence import verdict
+from samebits.evidence import rows, verdict
 from samebits.evidence.statement import Statement, integrity, seal
 
 
@@ -153,6 +154,77 @@ def test_the_contract_may_name_the_evidence_afterwards(good, recipe):
         claim["evidence"] = good.digest
     recipe.contract_path.write_bytes(seal_contract(data).raw)
     assert evidence.verify(recipe.folder).status == "EQUAL"
+
+
+# What each row holds.
+
+
+def row_of(data, name):
+    """The comparison of that name."""
+    (found,) = (r for r in data["predicate"]["comparisons"] if r["name"] == name)
+    return found
+
+
+STOCK = evidence.control("stock", 100, 90, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "control"),
+    [
+        ("trainer-tp2/rollout-tp1", STOCK),
+        ("trainer-tp2/rollout-tp2", STOCK),
+        ("trainer-packed/prefill", STOCK),
+        ("decode-alone/decode-mixed", evidence.control("k_cut_by_rows", 100, 90, 0.05)),
+    ],
+)
+def test_a_row_holds_the_control_that_a_run_writes_there(refusal, name, control):
+    def edit(data):
+        row_of(data, name)["control"] = control
+
+    assert f"{name}: control {control['name']} instead of" in refusal(edit)
+
+
+def test_legs_a_and_b_hold_stock_or_the_planted_fault(good, recipe, refusal):
+    planted = evidence.control("k_cut_by_rows", 100, 90, 0.05)
+    data = copy.deepcopy(good.data)
+    row_of(data, "decode/prefill")["control"] = planted
+    path = recipe.folder / "resealed.json"
+    path.write_bytes(reseal(data))
+    assert evidence.verify(path).status == "EQUAL"
+    seen = refusal(lambda d: row_of(d, "trainer-padded/prefill").update(control=planted))
+    assert "control k_cut_by_rows instead of stock" in seen
+
+
+@pytest.fixture
+def states():
+    """Recorded predicate of a model with states, to edit, and its recipe."""
+    recipe = recipes.load("qwen3.5-tiny")
+    return copy.deepcopy(Statement.load(recipe.evidence_path).data), recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "control"),
+    [
+        ("trainer-packed/prefill", None),
+        ("trainer-packed/prefill", STOCK),
+        ("trainer-padded/prefill", None),
+        ("trainer-padded/prefill", evidence.control("other_gdn_schedule", 100, 90, 0.05)),
+        ("decode-paged/prefill", STOCK),
+    ],
+)
+def test_rows_of_a_model_with_states_hold_their_controls(states, name, control):
+    data, recipe = states
+    assert list(rows.problems(data["predicate"], recipe)) == []
+    row_of(data, name)["control"] = control
+    (problem, *_) = rows.problems(data["predicate"], recipe)
+    assert f"{name}: control" in problem
+
+
+def test_leg_o_holds_the_fault_that_its_recipe_names(states):
+    data, recipe = states
+    data["predicate"]["oracle"][0]["control"]["name"] = "rope_base_doubled"
+    (problem, *_) = rows.problems(data["predicate"], recipe)
+    assert "control rope_base_doubled instead of gdn_decay_doubled" in problem
 
 
 # Contradictions inside one file.

@@ -65,8 +65,7 @@ def test_a_leg_that_did_not_run_is_not_observed(run, recipe, make_rows):
 
 def test_layouts_of_one_leg_add_up_and_one_control_may_serve(run, recipe, make_rows):
     rows = make_rows(recipe, "D", tokens=200)
-    for record in rows[-3:]:
-        record["control"] = None
+    assert sum(record["control"] is not None for record in rows if record["leg"] == "D") == 1
     assert run(comparisons=rows).verdict == "EQUAL"
 
 
@@ -80,7 +79,8 @@ def test_every_comparison_of_a_leg_must_be_there(run, recipe, make_row, make_row
         assert statement.verdict == "NOT_OBSERVED"
         reasons = evidence.judge(statement.predicate).reasons
         assert label in reasons or f"leg {record['leg']} did not run" in reasons
-    statement = run(comparisons=[*rows, make_row("C", "trainer-other/prefill", recipe)])
+    other = make_row("C", "trainer-packed/prefill", recipe) | {"name": "trainer-other/prefill"}
+    statement = run(comparisons=[*rows, other])
     assert statement.verdict == "NOT_OBSERVED"
     assert evidence.judge(statement.predicate).reasons == (
         "leg C: trainer-other/prefill is no comparison of this case",
@@ -109,12 +109,13 @@ def test_a_stock_arm_that_is_not_finite_is_no_yardstick(run):
 @pytest.mark.parametrize("gone", [-1, -2, -3, -4])
 def test_every_claimed_layout_must_be_compared(run, recipe, make_rows, gone):
     rows = make_rows(recipe)
-    layouts = rows.pop(gone)["layouts"]
+    row = rows.pop(gone)
+    layouts, without = row["layouts"], {"leg D: no negative control"} if row["control"] else set()
     statement = run(comparisons=rows)
     assert statement.verdict == "NOT_OBSERVED"
-    assert evidence.judge(statement.predicate).reasons == (
+    assert {*evidence.judge(statement.predicate).reasons} == without | {
         f"leg D: trainer {layouts['left']} was not compared with rollout {layouts['right']}",
-    )
+    }
 
 
 def test_a_layout_that_the_recipe_does_not_claim_is_not_observed(run, recipe, make_row, make_rows):
