@@ -15,11 +15,13 @@ import yaml
 from samebits import recipe as recipes
 from samebits.casework import ledger, memory, published
 from samebits.errors import Refused, word
+from samebits.patching.series import Series
 from samebits.patching.workspace import Workspace
 
 TEMPLATES = {"llama": "recipe.yaml", "qwen3": "recipe.yaml", "qwen3_5_text": "hybrid.yaml"}
 PAGES = ("recipe.md", "broke.md")
 PUBLISHED = "config.json"
+NAME_LENGTH = 64  # letters; names of files and of branches are made from it
 _LAYERS = 2  # of a dense proxy; a hybrid one has an interval of full attention
 
 
@@ -38,14 +40,16 @@ def create(
     series        patch series of all upstreams; default: what the template names
 
     Refuses SB0915 (folder is there), SB0916 (regions that no operator covers), SB0920 (config),
-    SB0314 (name).
+    SB0314 (name, dimensions, more layers than there are), SB0102 (no such series).
     """
     folder = recipes.cases_folder() / case
-    if not re.fullmatch(recipes.schema()["$defs"]["name"]["pattern"], case):
+    pattern = recipes.schema()["$defs"]["name"]["pattern"]
+    if len(case) > NAME_LENGTH or not re.fullmatch(pattern, case):
         raise Refused(
             "SB0314",
-            seen=f"case {case!r}",
-            required="lower case letters, digits, dots, hyphens and underscores",
+            seen=f"case {case[:NAME_LENGTH]!r}, {len(case)} letters",
+            required="lower case letters, digits, dots, hyphens and underscores, "
+            f"{NAME_LENGTH} at most",
             hint="samebits case new --help",
         )
     if os.path.lexists(folder):
@@ -64,7 +68,7 @@ def create(
         draft = Path(made) / case
         draft.mkdir()
         (draft / "recipe.yaml").write_text(text)
-        recipes.load(draft / "recipe.yaml")
+        _check(draft / "recipe.yaml", case)
         for page in PAGES:
             (draft / page).write_text((template / page).read_text().replace("<model>", case))
         if config is not None:
@@ -80,6 +84,19 @@ def create(
                 hint=f"samebits case status {word(case)}",
             ) from None
     return folder
+
+
+def _check(file: Path, case: str) -> None:
+    """Load a draft; a refusal names the case, as the draft is gone when it is read."""
+    try:
+        published.check_recipe(recipes.load(file))
+    except Refused as problem:
+        raise Refused(
+            problem.error_id,
+            seen=problem.seen.replace(str(file.resolve()), f"recipe.yaml of {case}"),
+            required=problem.required,
+            hint="samebits case new --help",
+        ) from None
 
 
 def _recipe(
@@ -111,6 +128,8 @@ def _recipe(
     elif layers is not None:
         data["model"]["config"]["num_hidden_layers"] = layers
     if series is not None:
+        for upstream in data["series"]:
+            Series(Workspace.find(), upstream).of(series)
         data["series"] = dict.fromkeys(data["series"], series)
     text = text.replace("case: my-model", f"case: {case}", 1)
     for name, value in yaml.safe_load(text).items():
@@ -123,6 +142,13 @@ def _take(data: dict[str, Any], dims: Mapping[str, Any], layers: int | None) -> 
     """Published dimensions with few layers, and the sizes of the run that follow from them."""
     config = dict(dims)
     few = config.get("full_attention_interval", _LAYERS)
+    if (layers or 0) > dims["num_hidden_layers"]:
+        raise Refused(
+            "SB0314",
+            seen=f"{layers} layers",
+            required=f"at most {dims['num_hidden_layers']}, those of the published model",
+            hint="samebits case new --help",
+        )
     config["num_hidden_layers"] = min(layers or few, dims["num_hidden_layers"])
     data["model"]["config"] = config
     two = divisible(config, 2)

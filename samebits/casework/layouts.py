@@ -134,6 +134,7 @@ def find(target: str) -> Model:
         schedule = "chunk_row" if name == "qwen3_5_text" else None
         return Model(path.name, name, dims, gaps, schedule=schedule)
     recipe = recipes.load(target)
+    published.check_recipe(recipe)
     beside = recipe.folder / PUBLISHED
     if beside.is_file():
         config = published.read(beside)

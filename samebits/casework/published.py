@@ -8,6 +8,7 @@ for arithmetic no operator has is named together with the region that is missing
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from samebits.contract import canonical
 from samebits.contract.dims import architecture_of
 from samebits.errors import Refused
 from samebits.ops import registry
-from samebits.recipe import schema
+from samebits.recipe import Recipe, schema
 
 HEAD_DIM = 128  # of linear attention: the only size that both engines are proved with
 _SILU = ("silu", "swish")
@@ -68,16 +69,70 @@ class Gap:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A `config.json`; SB0920 where it is no JSON object with an architecture."""
+    """A `config.json`; SB0920 for what is no JSON, no model, or has a value that no model has."""
     raw = canonical.read(path, "config.json", "samebits case new --help")
     try:
-        config = json.loads(raw)
-        named = config["architectures"] if isinstance(config, dict) else None
-        if not (isinstance(named, list) and named and isinstance(named[0], str)):
-            raise ValueError("`architectures` names none")
-    except (ValueError, KeyError) as problem:
+        config = json.loads(raw, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError) as problem:
         raise _bad(path, f"{type(problem).__name__}: {problem}") from None
+    check(config, "SB0920", str(path))
     return config
+
+
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {literal[:20]} is not finite")
+    return value
+
+
+def check(config: Any, error_id: str, what: str) -> None:
+    """Refuse types and sizes that no model has, and heads that do not go together.
+
+    config   a published configuration, or what a recipe says in its words (`Recipe.hf_config`
+             with `architectures`): one rule for both
+    """
+    form = canonical.load_schema("samebits.casework", "published.schema.json")
+    required = "entries of the types, and within the bounds, of casework/published.schema.json"
+    try:
+        canonical.check_schema(config, form, error_id, what)
+    except Refused as problem:
+        raise Refused(error_id, seen=problem.seen, required=required, hint=problem.hint) from None
+    wrong = [*_fractions(config, form), *_uneven(config)]
+    if wrong:
+        raise Refused(
+            error_id,
+            seen=f"{what}: {wrong[0]}",
+            required=required,
+            hint=f"samebits explain {error_id}",
+        )
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """SB0314 where a recipe's dimensions are of no model, by the rule of a published one."""
+    config = {"architectures": [recipe.architecture], **recipe.hf_config()}
+    check(config, "SB0314", f"{recipe.path}, model/config")
+
+
+def _fractions(config: Mapping[str, Any], form: Mapping[str, Any]) -> Iterator[str]:
+    """JSON schema takes 576.0 for an integer; sizes are counted with integers only."""
+    for name, entry in form["properties"].items():
+        kind = form["$defs"].get(entry.get("$ref", "").rpartition("/")[2], {}).get("type", [])
+        if "integer" in kind and isinstance(config.get(name), float):
+            yield f"{name} is {config[name]}, not written as an integer"
+
+
+def _uneven(config: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes of which one has to be a multiple of the other, and are not."""
+    pairs = [
+        ("num_attention_heads", "num_key_value_heads"),
+        ("linear_num_value_heads", "linear_num_key_heads"),
+    ]
+    if config.get("head_dim") is None:
+        pairs.append(("hidden_size", "num_attention_heads"))
+    for whole, part in pairs:
+        if (config.get(whole) or 0) % (config.get(part) or 1):
+            yield f"{whole} {config[whole]} is no multiple of {part} {config[part]}"
 
 
 def _bad(path: Path, seen: str) -> Refused:
@@ -226,7 +281,9 @@ def dimensions(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     values["partial_rotary_factor"] = share
     values["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     if values.get("full_attention_interval") is None:
-        values["full_attention_interval"] = _interval(config.get("layer_types"), path)
+        values["full_attention_interval"] = _interval(
+            config.get("layer_types"), config.get("num_hidden_layers"), path
+        )
     for name in ("bos_token_id", "eos_token_id"):
         first = values.get(name)
         values[name] = first[0] if isinstance(first, list) and first else first
@@ -246,7 +303,7 @@ def dimensions(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return found
 
 
-def _interval(types: list[str] | None, path: Path) -> int | None:
+def _interval(types: list[str] | None, layers: Any, path: Path) -> int | None:
     """Every how many layers one has full attention; None where `layer_types` says nothing of it."""
     if not types or "linear_attention" not in types:
         return None
@@ -256,6 +313,8 @@ def _interval(types: list[str] | None, path: Path) -> int | None:
     ]
     if [kind.partition("_")[0] for kind in types] != wanted:
         raise _bad(path, "layer_types without a regular interval of full attention")
+    if len(types) != layers:
+        raise _bad(path, f"{len(types)} layer_types for {layers} layers")
     return interval
 
 

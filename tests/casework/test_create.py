@@ -47,10 +47,12 @@ def test_published_dimensions_with_few_layers(checkout, published, capsys):
 
 
 def test_layers_and_series_can_be_chosen(checkout, published):
-    assert new("fresh", "--config", str(published()), "--layers", "3", "--series", "mine") == 0
+    assert (
+        new("fresh", "--config", str(published()), "--layers", "3", "--series", "qwen3-tiny") == 0
+    )
     recipe = recipes.load("fresh")
     assert recipe.config["num_hidden_layers"] == 3
-    assert dict(recipe.series) == dict.fromkeys(("vllm", "megatron", "verl"), "mine")
+    assert dict(recipe.series) == dict.fromkeys(("vllm", "megatron", "verl"), "qwen3-tiny")
 
 
 def test_a_model_that_ranks_cannot_share_claims_one_rank(checkout, published):
@@ -109,6 +111,9 @@ def test_a_dangling_link_is_not_overwritten(checkout, capsys):
     [
         (["Upper", "--architecture", "llama"], "SB0314"),
         (["../out", "--architecture", "llama"], "SB0314"),
+        (["x" * 300, "--architecture", "llama"], "SB0314"),
+        (["fresh", "--architecture", "llama", "--series", "nope"], "SB0102"),
+        (["fresh", "--architecture", "llama", "--layers", "9" * 20], "SB0314"),
         (["fresh", "--architecture", "mamba"], "SB0916"),
         (["fresh"], "one of --config"),
         (["fresh", "--config", "absent.json"], "SB0303"),
@@ -119,6 +124,23 @@ def test_bad_input_leaves_nothing(checkout, capsys, args, error):
     assert new(*args) == 2
     assert error in capsys.readouterr().err
     assert left(checkout) == before
+
+
+def test_no_more_layers_than_the_published_model_has(checkout, published, capsys):
+    before, path = left(checkout), str(published())
+    for layers in ("17", "9" * 20):
+        assert new("fresh", "--config", path, "--layers", layers) == 2
+        said = capsys.readouterr().err
+        assert "SB0314" in said and f"{layers} layers" in said and "at most 16" in said
+    assert left(checkout) == before
+    assert new("fresh", "--config", path, "--layers", "16") == 0
+
+
+def test_a_refused_draft_is_named_by_its_case(checkout, capsys):
+    assert new("fresh", "--architecture", "llama", "--layers", "1025") == 2
+    said = capsys.readouterr().err
+    assert "recipe.yaml of fresh, model/config, at num_hidden_layers: 1025" in said
+    assert "/.fresh." not in said
 
 
 def test_both_sources_at_once_are_refused(checkout, published, capsys):

@@ -101,3 +101,11 @@ def test_a_file_that_is_none_is_refused(checkout, capsys):
     assert "SB0303" in capsys.readouterr().err
     assert cli.run(["plan", "nothing"]) == 2
     assert "SB0322" in capsys.readouterr().err
+
+
+def test_dimensions_of_a_recipe_are_those_of_a_model_too(toy, capsys):
+    path = toy.folder / "recipe.yaml"
+    path.write_text(path.read_text().replace("vocab_size: 1024", f"vocab_size: {10**22}"))
+    assert cli.run(["plan", "toy"]) == 2
+    said = capsys.readouterr()
+    assert "SB0314" in said.err and "vocab_size" in said.err and "weights" not in said.out

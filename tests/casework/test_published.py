@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from samebits import cli
 from samebits.casework import published as reading
 from samebits.errors import Refused
 from samebits.ops import registry
@@ -126,3 +127,59 @@ def test_other_dimensions_than_published_are_named(published):
     assert reading.differences(config, {**mine, "rms_norm_eps": "0.00001"}, path) == []
     assert len(reading.differences(config, {**mine, "hidden_size": 64}, path)) == 1
     assert len(reading.differences(config, {**mine, "num_hidden_layers": 17}, path)) == 1
+
+
+NO_MODEL = [
+    {"hidden_size": "576"},
+    {"hidden_size": {}},
+    {"hidden_size": -576},
+    {"hidden_size": 576.5},
+    {"hidden_size": 2048.0},
+    {"hidden_size": True},
+    {"hidden_size": 2**20 + 1},
+    {"num_hidden_layers": -3},
+    {"num_hidden_layers": 1025},
+    {"num_attention_heads": 0},
+    {"num_attention_heads": 30},
+    {"head_dim": None, "hidden_size": 2049},
+    {"vocab_size": 10**22},
+    {"rope_theta": "x"},
+    {"rope_theta": float("nan")},
+    {"rope_theta": 10**40},
+    {"rope_scaling": {"rope_theta": "x"}},
+    {"rope_scaling": []},
+    {"rms_norm_eps": 0},
+    {"hidden_act": []},
+    {"hidden_act": "si\x1b[31mlu"},
+    {"layer_types": [[]]},
+    {"num_experts": "8"},
+    {"tie_word_embeddings": "no"},
+    {"eos_token_id": ["x"]},
+    {"architectures": ["LlamaForCausalLM\n"]},
+]
+
+
+@pytest.mark.parametrize("changes", NO_MODEL, ids=str)
+def test_values_that_no_model_has_are_refused_when_read(checkout, published, capsys, changes):
+    path = published(**changes)
+    with pytest.raises(Refused, match="SB0920"):
+        reading.read(path)
+    for verb in (["plan", str(path)], ["case", "new", "fresh", "--config", str(path)]):
+        assert cli.run(verb) == 2
+        said = capsys.readouterr()
+        assert "SB0920" in said.err and "\x1b" not in said.err and said.out == ""
+    assert not (checkout / "cases" / "fresh").exists()
+
+
+@pytest.mark.parametrize("literal", ["1e400", "-1e400", "Infinity", "NaN", "9" * 5000])
+def test_numbers_that_are_none_are_refused(published, literal):
+    path = published()
+    path.write_text(path.read_text().replace("500000.0", literal))
+    with pytest.raises(Refused, match="SB0920"):
+        reading.read(path)
+
+
+def test_layer_types_are_as_many_as_layers(published, hybrid):
+    path = published(hybrid, num_hidden_layers=20)
+    with pytest.raises(Refused, match="24 layer_types for 20 layers"):
+        reading.dimensions(reading.read(path), path)
