@@ -60,13 +60,13 @@ def check(statement: Statement, recipe: recipes.Recipe) -> None:
 def _problems(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[str]:
     yield from _problems_of_words(predicate, recipe)
     yield from _problems_of_semantics(predicate, recipe)
-    yield from rows.problems(predicate, recipe)
     asked = {*recipe.legs, *"ABC", *("E" if recipe.rl else "")}
     ran = {row["leg"] for row in [*predicate["comparisons"], *predicate["oracle"]]}
     for leg in sorted(ran - asked):
         yield f"leg {leg}, which the recipe does not ask for"
     if predicate["rl"] is not None and recipe.rl is None:
         yield "an RL run, which the recipe does not ask for"
+    yield from rows.problems(predicate, recipe)
 
 
 def _problems_of_words(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[str]:

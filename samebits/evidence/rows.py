@@ -38,6 +38,27 @@ _ROWS: Mapping[str, Row] = {
 }
 
 
+# Rows over one set of tokens: all of the main sequences, or all that decode sampled.
+_OF_ALL = ("trainer-packed/prefill", "prefill-rows/packed-trainer-rows")
+_SAME: Mapping[str, tuple[str, ...]] = {
+    "decode/prefill": ("decode-rows/trainer-rows",),
+    "decode-sliced/prefill": (
+        "decode-paged/prefill",
+        "decode-sliced/decode-paged",
+        "decode-rows/trainer-rows",
+    ),
+}
+# Rows over a part of what others hold.
+_DECODED = ("decode/prefill", "decode-sliced/prefill")
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "prefill-alone/prefill-batch": ("trainer-padded/prefill",),
+    "decode-alone/decode-mixed": _DECODED,
+    "decode-batch/decode-mixed": _DECODED,
+    "decode-one-token-slices/prefill": _DECODED,
+    **dict.fromkeys(_DECODED, ("trainer-padded/prefill",)),
+}
+
+
 def controls(
     record: Mapping[str, Any], predicate: Mapping[str, Any], recipe: recipes.Recipe
 ) -> tuple[str, ...]:
@@ -60,6 +81,7 @@ def problems(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[s
         leg = record["leg"]
         if leg in recipe.legs and record["name"] in pairs.of(leg, predicate):
             yield from _of(record, predicate, recipe)
+    yield from _counts(predicate)
 
 
 def _of(
@@ -70,3 +92,49 @@ def _of(
     found = record["control"] and record["control"]["name"]
     if found not in (allowed or (None,)):
         yield f"{label}: control {found or 'none'} instead of {' or '.join(allowed) or 'none'}"
+
+
+def _counts(predicate: Mapping[str, Any]) -> Iterator[str]:
+    """Rows over one set of tokens that do not count alike, or one over a part that counts more.
+
+    Rows that differ are left out: the first token that differs ends a sequence that was sampled.
+    """
+    known = {
+        record["name"]: record["tokens"]
+        for record in predicate["comparisons"]
+        if record["mismatches"] == 0
+    }
+    layouts = [r["name"] for r in predicate["comparisons"] if r["leg"] == "D"]
+    for whole, others in {**_SAME, "trainer-padded/prefill": (*_OF_ALL, *layouts)}.items():
+        for name in others:
+            if whole in known and known.get(name, known[whole]) != known[whole]:
+                yield f"{name}: {known[name]} tokens, of {known[whole]} in {whole}"
+    for name, wholes in _PARTS.items():
+        for whole in wholes:
+            if name in known and known[name] > known.get(whole, known[name]):
+                yield f"{name}: {known[name]} tokens, of {known[whole]} in {whole}"
+    yield from _counts_of_controls(predicate)
+
+
+def _counts_of_controls(predicate: Mapping[str, Any]) -> Iterator[str]:
+    """Controls over the control capsule as a whole, and leg O, count alike; those of it less."""
+    held = {
+        (record["leg"], record["name"]): record["control"]
+        for record in predicate["comparisons"]
+        if record["control"] is not None
+    }
+    whole = held.get(("C", "trainer-padded/prefill"))
+    if whole is None:
+        return
+    for (leg, name), control in held.items():
+        same = leg in "CF" and control["tokens"] == whole["tokens"]
+        if not (same or leg in "DE" or (leg in "AB" and control["tokens"] <= whole["tokens"])):
+            yield f"leg {leg}, {name}: control of {control['tokens']}, C's of {whole['tokens']}"
+    for record in predicate["oracle"]:
+        for part in (record, record["control"] or record):
+            if part["tokens"] != whole["tokens"]:
+                yield f"leg O: {part['tokens']} tokens, C's control of {whole['tokens']}"
+    for record in predicate["comparisons"]:
+        control = record["control"]
+        if record["leg"] == "D" and control and control["tokens"] != record["tokens"]:
+            yield f"leg D, {record['name']}: control of {control['tokens']} tokens"

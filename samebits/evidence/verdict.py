@@ -28,7 +28,7 @@ from samebits.evidence import pairs
 
 EQUAL, DIFFERENT, NOT_OBSERVED = "EQUAL", "DIFFERENT", "NOT_OBSERVED"
 CLAIM = "rollout-equals-trainer"
-# A control that compares fewer tokens than this could diverge, or agree, by chance.
+# A row or control that compares fewer tokens than this could agree, or diverge, by chance.
 CONTROL_TOKENS = 32
 # How many times further from the oracle than stock the aligned arm may be.
 ORACLE_FACTOR = 1.0
@@ -107,6 +107,10 @@ def _judge_leg(leg: str, wanted: Mapping[str, Any], found: list[Mapping[str, Any
             missing.append(f"{label}: planted fault {record['fault']} was active")
         if record["tokens"] == 0:
             missing.append(f"{label}: no token was compared")
+        elif record["tokens"] < CONTROL_TOKENS:
+            missing.append(
+                f"{label}: {record['tokens']} tokens of the {CONTROL_TOKENS} that a row needs"
+            )
         missing += _judge_control(record, label, wanted["control"])
     if all(record["control"] is None for record in found):
         missing.append(f"leg {leg}: no negative control")

@@ -35,7 +35,9 @@ def row(leg: str, name: str, recipe: recipes.Recipe, **changes) -> dict:
     }
     distance = None if leg == "F" else 0.05
     for planted in written.controls(named, {"sources": []}, recipe)[:1]:
-        fields["control"] = evidence.control(planted, 100, 90, distance)
+        fields["control"] = evidence.control(
+            planted, wanted.tokens if leg == "D" else 100, 90, distance
+        )
     if leg == "F":
         fields["max_abs"] = None
     return evidence.comparison(leg, name, "left equals right", **(fields | changes))

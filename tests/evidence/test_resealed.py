@@ -227,6 +227,66 @@ def test_leg_o_holds_the_fault_that_its_recipe_names(states):
     assert "control rope_base_doubled instead of gdn_decay_doubled" in problem
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("prefill-alone/prefill-batch", 10**15),
+        ("decode-alone/decode-mixed", 10**15),
+        ("decode/prefill", 801),
+        ("trainer-padded/prefill", 799),
+        ("trainer-packed/prefill", 35_593),
+        ("trainer-tp2/rollout-tp2", 799),
+    ],
+)
+def test_rows_that_share_streams_count_alike(refusal, name, tokens):
+    assert "SB0813" in refusal(lambda d: row_of(d, name).update(tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("trainer-padded/prefill", 99),
+        ("prefill-alone/prefill-batch", 101),
+        ("trainer-tp2/rollout-tp1", 100),
+    ],
+)
+def test_controls_that_share_streams_count_alike(refusal, name, tokens):
+    assert "SB0813" in refusal(lambda d: row_of(d, name)["control"].update(tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("decode-paged/prefill", 6719),
+        ("decode-sliced/decode-paged", 6719),
+        ("decode-one-token-slices/prefill", 6721),
+        ("decode-rows/trainer-rows", 6719),
+        ("prefill-rows/packed-trainer-rows", 17_796),
+    ],
+)
+def test_rows_of_states_that_share_streams_count_alike(states, name, tokens):
+    data, recipe = states
+    row_of(data, name)["tokens"] = tokens
+    (problem, *_) = rows.problems(data["predicate"], recipe)
+    assert f"{name}: {tokens} tokens" in problem
+
+
+def test_leg_o_counts_as_the_controls_do(states):
+    data, recipe = states
+    data["predicate"]["oracle"][0]["tokens"] = 10**15
+    (problem, *_) = rows.problems(data["predicate"], recipe)
+    assert "leg O: 1000000000000000 tokens" in problem
+
+
+def test_a_row_of_few_tokens_is_not_observed(good):
+    for record in good.predicate["comparisons"]:
+        data = copy.deepcopy(good.data)
+        row_of(data, record["name"])["tokens"] = 31
+        assert Statement.parse(reseal(data), "short").verdict == "NOT_OBSERVED"
+        (reason, *_) = verdict.judge(data["predicate"]).reasons
+        assert "31 tokens of the 32 that a row needs" in reason
+
+
 # Contradictions inside one file.
 
 
