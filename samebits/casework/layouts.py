@@ -14,6 +14,7 @@ from typing import Any
 from samebits import recipe as recipes
 from samebits.casework import memory, published
 from samebits.casework.create import PUBLISHED
+from samebits.contract.fits import GDN
 from samebits.errors import Refused, word
 from samebits.recipe import Recipe
 
@@ -38,6 +39,7 @@ class Model:
 
     leaves       of sums over K and over the vocabulary; None where no recipe decides them
     schedule     of Gated DeltaNet
+    block_size   tokens of a page; None where no recipe decides it
     """
 
     name: str
@@ -48,6 +50,7 @@ class Model:
     vocabulary_leaves: int | None = None
     schedule: str | None = None
     proved_layers: int | None = None
+    block_size: int | None = None
 
 
 def problems(model: Model, tp: int) -> list[str]:
@@ -98,13 +101,34 @@ def refused(model: Model, layout: Layout) -> list[str]:
         found.append("sequence parallelism is not proved")
     if layout.ep != 1:
         found.append(f"expert parallelism (ep={layout.ep}): no contract covers experts")
-    return [*found, *_uncut(model), *problems(model, layout.tp)]
+    return [*found, *_recurrent(model), *_uncut(model), *problems(model, layout.tp)]
+
+
+def _recurrent(model: Model) -> list[str]:
+    """What an engine refuses at its start in a model with recurrent layers."""
+    config = model.config
+    assert config is not None
+    if config.get("full_attention_interval") is None:
+        return []
+    found = [
+        f"{name} {config[name]}: the rollout takes {published.HEAD_DIM} only"
+        for name in ("linear_key_head_dim", "linear_value_head_dim")
+        if config[name] != published.HEAD_DIM
+    ]
+    chunk = GDN["gdn.core"]["chunk"]
+    assert isinstance(chunk, int)
+    if model.block_size is not None and model.block_size % chunk:
+        found.append(
+            f"block_size {model.block_size}: with its prefix cache the rollout takes multiples of "
+            f"{chunk} only, so that a cached state is one at the end of a chunk"
+        )
+    return found
 
 
 def problems_of(recipe: Recipe) -> list[str]:
     """Why layouts that a recipe claims are not admissible; empty where all are."""
     model = of_recipe(recipe)
-    found = _uncut(model)
+    found = [*_recurrent(model), *_uncut(model)]
     for tp in sorted({*recipe.trainer_tp, *recipe.rollout_tp}):
         found += problems(model, tp)
     return found
@@ -120,6 +144,7 @@ def of_recipe(recipe: Recipe, config: Mapping[str, Any] | None = None) -> Model:
         vocabulary_leaves=recipe.vocabulary_leaves,
         schedule=recipe.gdn_schedule,
         proved_layers=recipe.config["num_hidden_layers"],
+        block_size=recipe.engine["block_size"],
     )
 
 
@@ -245,6 +270,6 @@ def check(model: Model, layout: Layout, target: str) -> None:
         raise Refused(
             "SB0919",
             seen=f"{model.name}: {'; '.join(wrong)}",
-            required="a layout whose ranks own whole heads and whole subtrees",
+            required="what engines start with: ranks that own whole heads and whole subtrees",
             hint=f"samebits plan {word(target)}",
         )

@@ -48,7 +48,7 @@ def load(recipe: Recipe) -> dict[str, Any]:
         return empty(recipe.case)
     raw = canonical.read(path, "ledger", "samebits explain SB0917")
     data = canonical.decode(raw, str(path), canonical=False)
-    canonical.check_schema(data, schema(), "SB0917", str(path))
+    _check(data, str(path))
     if data["case"] != recipe.case:
         raise Refused(
             "SB0917",
@@ -61,15 +61,42 @@ def load(recipe: Recipe) -> dict[str, Any]:
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
     """Write a ledger that fits its schema, in one piece."""
-    canonical.check_schema(data, schema(), "SB0917", str(path))
+    _check(data, str(path))
     files.write_atomic(path, (json.dumps(data, indent=2) + "\n").encode())
+
+
+def _check(data: Mapping[str, Any], what: str) -> None:
+    canonical.check_schema(data, schema(), "SB0917", what)
+    for step, entry in data["decisions"].items():
+        _check_text(entry["reason"], f"{what}, reason of {step}")
+    for note in data["notes"]:
+        _check_text(note["text"], f"{what}, a note", "note")
+
+
+def _check_text(text: str, what: str, kind: str = "text") -> None:
+    """Refuse a text that says nothing, is a page of its own, or would steer a terminal."""
+    bounds = schema()["$defs"][kind]
+    least, most = bounds["minLength"], bounds["maxLength"]
+    seen = None
+    if not text.isprintable():
+        strange = next(letter for letter in text if not letter.isprintable())
+        seen = f"the character {strange!a}, which does not print"
+    elif not least <= len(text.strip()) or len(text) > most:
+        seen = f"{len(text.strip())} letters" if text.strip() else "no text"
+    if seen is not None:
+        raise Refused(
+            "SB0917",
+            seen=f"{what}: {seen}",
+            required=f"one line of {least} to {most} printable letters",
+            hint="samebits explain SB0917",
+        )
 
 
 def decide(recipe: Recipe, step: str, decision: str, reason: str | None) -> dict[str, Any]:
     """Record a decision, or take one back (`clear`); returns the new ledger.
 
-    The decision that was there before is kept as a note. Refuses SB0921 (no such step) and SB0917
-    (a decision that the step does not allow, or no reason).
+    The decision that was there before is kept as a note. Refuses SB0921 (no such step), SB0918 (a
+    step that every case has to show) and SB0917 (no reason, or one that is no line of text).
     """
     if step not in step_names():
         raise Refused(
@@ -78,6 +105,15 @@ def decide(recipe: Recipe, step: str, decision: str, reason: str | None) -> dict
             required=f"one of {', '.join(step_names())}",
             hint=f"samebits case status {recipe.case}",
         )
+    if decision == "out-of-scope" and step not in optional_steps():
+        raise Refused(
+            "SB0918",
+            seen=f"{step} of {recipe.case} out of scope",
+            required=f"one of {', '.join(optional_steps())}; every case has to show the others",
+            hint=f"samebits case status {recipe.case}",
+        )
+    if decision != "clear":
+        _check_text(reason or "", f"reason of {step} (--reason)")
     data = load(recipe)
     today = datetime.date.today().isoformat()
     before = data["decisions"].pop(step, None)

@@ -570,7 +570,7 @@ def progress(case: str, *, local: bool = True) -> Progress:
 def _decided(step: Step, case: Case, decision: Mapping[str, str] | None, waits: list[str]) -> Found:
     """What the files say, then what people decided, then what has to come first."""
     if decision is not None and decision["decision"] == OUT:
-        refuse_claimed(case.recipe, step.name, decision["reason"])
+        refuse_claimed(case.recipe, step.name)
     found = step.find(case)
     if found.state in AGAINST or (found.state in SETTLED and not waits):
         return found
@@ -581,12 +581,12 @@ def _decided(step: Step, case: Case, decision: Mapping[str, str] | None, waits: 
     return found
 
 
-def refuse_claimed(recipe: Recipe, name: str, reason: str) -> None:
+def refuse_claimed(recipe: Recipe, name: str) -> None:
     """SB0918 when a step may not be out of scope, because the case claims what it shows."""
     if any(step.name == name and step.claimed(Case(recipe)) for step in STEPS):
         raise Refused(
             "SB0918",
-            seen=f"{name} of {recipe.case} out of scope ({reason})",
+            seen=f"{name} of {recipe.case} out of scope",
             required="a recipe that does not claim what the step shows",
             hint=f"samebits case show {recipe.case}",
         )

@@ -210,14 +210,15 @@ def decide(
 ) -> None:
     """Write a decision about a step into the ledger of a case.
 
-    A step cannot be decided to be done. What the case claims cannot be put out of scope (SB0918).
+    A step cannot be decided to be done. What the case claims, or every case has to show, cannot be
+    put out of scope (SB0918).
     """
     from samebits import recipe as recipes
     from samebits.casework import ledger, steps
 
     recipe = recipes.load(case)
     if decision is Decision.out_of_scope:
-        steps.refuse_claimed(recipe, step, reason or "")
+        steps.refuse_claimed(recipe, step)
     data = ledger.decide(recipe, step, decision.value, reason)
     if as_json:
         show_json(data)

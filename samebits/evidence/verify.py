@@ -15,6 +15,7 @@ from samebits.errors import (
     EXIT_NOT_OBSERVED,
     NotObserved,
     Refused,
+    word,
 )
 from samebits.evidence import current, required
 from samebits.evidence.statement import VERIFIER, Statement, required_legs
@@ -85,9 +86,9 @@ def _locate(target: str | Path) -> tuple[Path, recipes.Recipe | None]:
     if not recipe.evidence_path.is_file():
         raise NotObserved(
             "SB0805",
-            seen=f"case {recipe.case} has no {recipe.evidence_path.name}",
+            seen=f"{target} has no {recipe.evidence_path.name}",
             required="a recorded run of its gates",
-            hint=f"samebits prove {recipe.case} --record",
+            hint=f"samebits prove {word(target)} --record",
         )
     return recipe.evidence_path, recipe
 

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from samebits import cli
+from samebits import recipe as recipes
 from samebits.casework import layouts
+from samebits.contract.fits import GDN
 
 
 def plan(capsys, *args: str, expected: int = 0) -> dict:
@@ -109,3 +111,30 @@ def test_dimensions_of_a_recipe_are_those_of_a_model_too(toy, capsys):
     assert cli.run(["plan", "toy"]) == 2
     said = capsys.readouterr()
     assert "SB0314" in said.err and "vocab_size" in said.err and "weights" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("linear_key_head_dim: 128", "linear_key_head_dim: 64", "the rollout takes 128 only"),
+        ("linear_value_head_dim: 128", "linear_value_head_dim: 64", "the rollout takes 128 only"),
+        ("block_size: 256", "block_size: 96", "multiples of 64 only"),
+    ],
+)
+def test_what_an_engine_refuses_at_its_start_is_not_admissible(checkout, capsys, old, new, why):
+    assert cli.run(["case", "new", "fresh", "--architecture", "qwen3_5_text"]) == 0
+    assert plan(capsys, "fresh")["layout"]["refused"] == []
+    path = checkout / "cases" / "fresh" / "recipe.yaml"
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+    (said,) = plan(capsys, str(path), expected=2)["layout"]["refused"]
+    assert why in said and new.partition(": ")[0] in said
+    assert layouts.problems_of(recipes.load("fresh")) == [said]
+
+
+def test_the_sizes_are_those_that_the_engine_asks_for():
+    from samebits.casework import published
+    from samebits.hooks.vllm.gdn import config
+    from samebits.ops.gdn import CHUNK
+
+    assert config.HEAD_DIM == published.HEAD_DIM and GDN["gdn.core"]["chunk"] == CHUNK

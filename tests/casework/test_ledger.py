@@ -36,6 +36,9 @@ def test_the_schema_knows_the_steps_in_their_order():
         lambda d: d["decisions"].update({"leg-a": entry(reason="no")}),
         lambda d: d["decisions"].update({"leg-a": entry(date="yesterday")}),
         lambda d: d["decisions"].update({"leg-z": entry()}),
+        lambda d: d["decisions"].update({"leg-a": entry(reason="x" * 1001)}),
+        lambda d: d["decisions"].update({"leg-a": entry(reason="waits \x1b[31mred")}),
+        lambda d: d["notes"].append({"date": "2025-01-01", "text": "a note \x1b[2J"}),
         lambda d: d["notes"].append({"text": "a note without a date"}),
         lambda d: d.pop("notes"),
         lambda d: d.update(case="other"),
@@ -81,7 +84,12 @@ def test_a_decision_is_written_and_taken_back(toy, capsys):
     ("args", "error"),
     [
         (["overhead", "blocked"], "SB0917"),
-        (["leg-a", "out-of-scope", "--reason", "too slow here"], "SB0917"),
+        (["leg-a", "out-of-scope", "--reason", "too slow here"], "SB0918"),
+        (["contract", "out-of-scope", "--reason", "too slow here"], "SB0918"),
+        (["overhead", "blocked", "--reason", "   a    "], "SB0917"),
+        (["overhead", "blocked", "--reason", "x" * 1001], "SB0917"),
+        (["overhead", "blocked", "--reason", "waits \x1b[31mred"], "SB0917"),
+        (["overhead", "blocked", "--reason", "waits for\nsomebody"], "SB0917"),
         (["leg-z", "blocked", "--reason", "no such thing"], "SB0921"),
         (["topology", "out-of-scope", "--reason", "one machine only"], "SB0918"),
         (["rl", "out-of-scope", "--reason", "takes too long"], "SB0918"),
@@ -91,7 +99,8 @@ def test_a_decision_is_written_and_taken_back(toy, capsys):
 def test_decisions_that_are_none_leave_the_ledger_alone(toy, capsys, args, error):
     before = (toy.folder / "ledger.json").read_bytes()
     assert decide(*args) == 2
-    assert error in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert error in said and "\x1b" not in said and len(said) < 1000
     assert (toy.folder / "ledger.json").read_bytes() == before
 
 
@@ -99,3 +108,16 @@ def test_a_claim_cannot_be_put_out_of_scope_by_hand_either(toy, capsys):
     edit(toy, lambda d: d["decisions"].update({"refit": entry(decision="out-of-scope")}))
     assert cli.run(["case", "status", "toy"]) == 2
     assert "SB0918" in capsys.readouterr().err
+
+
+def test_a_bad_reason_is_told_in_words(toy, capsys):
+    for reason, seen in (("", "no text"), ("no", "2 letters"), ("x" * 1001, "1001 letters")):
+        assert decide("overhead", "blocked", "--reason", reason) == 2
+        said = capsys.readouterr().err
+        assert seen in said and "one line of 8 to 1000 printable letters" in said
+
+
+def test_the_longest_reason_can_be_taken_back(toy):
+    assert decide("write-up", "blocked", "--reason", "x" * 1000) == 0
+    assert decide("write-up", "clear") == 0
+    assert cli.run(["case", "status", "toy"]) == 3

@@ -68,6 +68,13 @@ def test_the_template_is_no_case(verb, capsys):
     assert "SB0322" in err and "my-model" not in err
 
 
+def test_the_form_of_a_case_is_named_by_its_path(capsys, monkeypatch):
+    monkeypatch.chdir(Workspace.find().root)
+    assert cli.run(["verify", "cases/_template"]) == 3
+    err = capsys.readouterr().err
+    assert "hint: samebits prove cases/_template --record\n" in err and "my-model" not in err
+
+
 def test_a_missing_file_is_no_missing_case(tmp_path, capsys):
     assert cli.run(["verify", str(tmp_path / "nope.json")]) == 2
     err = capsys.readouterr().err
