@@ -14,8 +14,8 @@ from typing import Any
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.errors import Refused
-from samebits.evidence import rows
-from samebits.evidence.statement import UNSIGNED, Statement
+from samebits.evidence import current, pairs, rows
+from samebits.evidence.statement import PROVED_AGAIN, UNSIGNED, Statement
 
 LIMITS = (
     "Equality holds on one platform, engine against engine on the same kind of chip; nothing is "
@@ -28,6 +28,7 @@ LIMITS = (
 NOT_COVERED = ("CUDA", "sequence, pipeline, context and expert parallelism")
 # Packages whose versions are part of a platform; the rest of it may differ in a second run.
 _PACKAGES = ("torch", "numpy", "numba", "llvmlite")
+_INTENT = frozenset(["kind", "machine", "isa", *_PACKAGES])
 # More platforms than this are not combined to find the contract that a run was bound to.
 _PLATFORMS = 8
 
@@ -60,6 +61,7 @@ def check(statement: Statement, recipe: recipes.Recipe) -> None:
 def _problems(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[str]:
     yield from _problems_of_words(predicate, recipe)
     yield from _problems_of_semantics(predicate, recipe)
+    yield from _problems_of_origin(predicate, recipe)
     asked = {*recipe.legs, *"ABC", *("E" if recipe.rl else "")}
     ran = {row["leg"] for row in [*predicate["comparisons"], *predicate["oracle"]]}
     for leg in sorted(ran - asked):
@@ -81,6 +83,33 @@ def _problems_of_words(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> 
     rl = predicate["rl"]
     if rl is not None and rl["command"] != rl_command(recipe.case):
         yield f"RL: command {rl['command']}"
+
+
+def _problems_of_origin(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[str]:
+    """Gates repeat no run inside of another and attach no files."""
+    for name in ("repeats", "reproductions", "byproducts"):
+        if predicate[name]:
+            yield f"{name}, which no run writes"
+    older = predicate["supersedes"]
+    if older is not None and older["reason"] != PROVED_AGAIN:
+        yield f"supersedes another, because {older['reason']}"
+    intent = predicate["environment"]["intent"]
+    if set(intent) != _INTENT:
+        yield f"platform described by {', '.join(sorted(set(intent) ^ _INTENT))}"
+    with_states = pairs.has_states(predicate["sources"])
+    for source in predicate["sources"]:
+        group, _, engine = source["name"].partition("/")
+        if group == "hooks":
+            modules = current.hook_modules(engine, with_states)
+            # Where its files have changed too, the statement is stale.
+            unchanged = source["content_hash"] == current.source_hash(modules)
+            if unchanged and source["modules"] != modules:
+                yield f"modules {', '.join(source['modules'])} of {source['name']}"
+    from samebits.gates import capsule
+
+    seeds = {**capsule.SEEDS, **({"rl": recipe.rl["seed"]} if recipe.rl else {})}
+    if predicate["parameters"]["seeds"] != seeds:
+        yield f"seeds {predicate['parameters']['seeds']}"
 
 
 def _problems_of_semantics(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[str]:

@@ -18,24 +18,101 @@ _OF_ITSELF = ("stock", "k_cut_by_rows")
 class Row:
     """controls: names of negative controls, of which it holds one; none where it holds none."""
 
+    sentence: str
+    hazards: tuple[str, ...] = ()
     controls: tuple[str, ...] = ()
 
 
 _ROWS: Mapping[str, Row] = {
-    "prefill-alone/prefill-batch": Row(_OF_ITSELF),
-    "decode-alone/decode-mixed": Row(),
-    "decode-batch/decode-mixed": Row(),
-    "decode/prefill": Row(_OF_ITSELF),
-    "decode-sliced/prefill": Row(_OF_ITSELF),
-    "decode-paged/prefill": Row(),
-    "decode-one-token-slices/prefill": Row(),
-    "decode-sliced/decode-paged": Row(),
-    "trainer-padded/prefill": Row(("stock",)),
-    "trainer-packed/prefill": Row(),
-    "rollout/trainer-after-refits": Row(("stock",)),
-    "decode-rows/trainer-rows": Row(("stock",)),
-    "prefill-rows/packed-trainer-rows": Row(("stock",)),
+    "prefill-alone/prefill-batch": Row(
+        "A row computed alone equals the row in a batch.", ("batch_1", "batch_16"), _OF_ITSELF
+    ),
+    "decode-alone/decode-mixed": Row(
+        "A request decoded alone equals the request decoded among others, split and preempted.",
+        ("batch_1", "batch_16"),
+    ),
+    "decode-batch/decode-mixed": Row(
+        "Sixteen requests decoded side by side equal the same requests split and preempted.",
+        ("batch_16",),
+    ),
+    "decode/prefill": Row(
+        "Decode under splits, prefix hits and preemption equals prefill of the same tokens.",
+        (
+            "split_mid_prompt",
+            "mixed_batch",
+            "prefix_hit",
+            "preempted",
+            "one_token_prompt",
+            "exact_block_prompt",
+            "same_prompt_two_seeds",
+        ),
+        _OF_ITSELF,
+    ),
+    "decode-sliced/prefill": Row(
+        "Decode after prefill in slices of any length, and preemption, equals prefill at once.",
+        (
+            "split_mid_prompt",
+            "chunk_crossed_in_decode",
+            "prefill_ends_on_chunk",
+            "prefill_ends_before_chunk",
+            "prefill_ends_after_chunk",
+            "slice_inside_chunk",
+            "two_cross_in_one_step",
+            "state_slot_reused",
+            "preempted_inside_chunk",
+            "mixed_batch",
+            "preempted",
+            "one_token_prompt",
+            "same_prompt_two_seeds",
+        ),
+        _OF_ITSELF,
+    ),
+    "decode-paged/prefill": Row(
+        "Decode that starts from cached states equals prefill of the same tokens.",
+        ("prefix_hit", "resumed_from_state"),
+    ),
+    "decode-one-token-slices/prefill": Row(
+        "Decode after prefill token by token equals prefill at once.", ("one_token_slice",)
+    ),
+    "decode-sliced/decode-paged": Row(
+        "One request has one decode, however its prompt was cut and whatever was cached."
+    ),
+    "trainer-padded/prefill": Row(
+        "The trainer's score of a padded batch equals the rollout's prefill.",
+        ("padded",),
+        ("stock",),
+    ),
+    "trainer-packed/prefill": Row(
+        "The trainer's score of a packed batch equals the rollout's prefill.", ("packed",)
+    ),
+    "rollout/trainer-after-refits": Row(
+        "After each optimizer step and refit the rollout still equals the trainer.",
+        ("optimizer_step", "refit", "prefix_cache_invalidated"),
+        ("stock",),
+    ),
+    **dict.fromkeys(
+        ("decode-rows/trainer-rows", "prefill-rows/packed-trainer-rows"),
+        Row(
+            "The digest of the whole logit row, not only the sampled token, is equal.",
+            ("whole_row",),
+            ("stock",),
+        ),
+    ),
+    "prefill/fp32-hugging-face": Row(
+        "In the mean, the aligned arm is no further from an fp32 oracle than the stock arm."
+    ),
 }
+
+
+def of(leg: str, name: str) -> Row:
+    """Sentence, hazards and controls of a row; those of leg D follow from its layouts."""
+    if leg != "D":
+        return _ROWS[name]
+    trainer, rollout = (side.rpartition("-tp")[2] for side in name.split("/"))
+    return Row(
+        f"The trainer on {trainer} rank(s) equals the rollout on {rollout}.",
+        ("trainer_tp2", "rollout_tp2"),
+    )
 
 
 # Rows over one set of tokens: all of the main sequences, or all that decode sampled.
@@ -72,7 +149,7 @@ def controls(
         return ("rank_order_sum",) if planted else ()
     if name == "trainer-packed/prefill" and pairs.has_states(predicate["sources"]):
         return ("other_gdn_schedule",)
-    return _ROWS[name].controls
+    return of(leg, name).controls
 
 
 def problems(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[str]:
@@ -92,6 +169,18 @@ def _of(
     found = record["control"] and record["control"]["name"]
     if found not in (allowed or (None,)):
         yield f"{label}: control {found or 'none'} instead of {' or '.join(allowed) or 'none'}"
+    row = of(record["leg"], record["name"])
+    if record["sentence"] != row.sentence:
+        yield f"{label}: sentence {record['sentence']}"
+    hazards = record["hazards"]
+    if set(hazards) != set(row.hazards):
+        yield f"{label}: counts of {', '.join(sorted(set(hazards) ^ set(row.hazards)))}"
+    if record["leg"] == "D":
+        layouts = record["layouts"]
+        ran = {"trainer_tp2": layouts["left"], "rollout_tp2": layouts["right"]}
+        for name, layout in ran.items():
+            if hazards.get(name) != int(layout == "tp2"):
+                yield f"{label}: {name} counted {hazards.get(name)} times"
 
 
 def _counts(predicate: Mapping[str, Any]) -> Iterator[str]:

@@ -24,6 +24,8 @@ UNSIGNED = (
     "This statement carries no signature: its digest shows accidents and edits; "
     "only running it again shows a forgery."
 )
+# Why a run replaces another.
+PROVED_AGAIN = "the case was proved again"
 # Goes up when the rules of `verdict` change.
 VERIFIER = {"id": "samebits.evidence", "version": "3"}
 
@@ -338,7 +340,7 @@ def required_legs(legs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def write(statement: Statement, path: Path, reason: str = "the case was proved again") -> Statement:
+def write(statement: Statement, path: Path, reason: str = PROVED_AGAIN) -> Statement:
     """Write atomically. An older valid statement at `path` is named in `supersedes`."""
     if path.exists():
         older = path.read_bytes()

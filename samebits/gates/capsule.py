@@ -14,6 +14,8 @@ from pathlib import Path
 
 # Requests of `synthetic` that stand for one corner each; random ones follow.
 CORNERS = 12
+# What requests of the measured arm and of the negative controls are drawn from.
+SEEDS = {"capsule": 11, "control": 13}
 # Positions of the two identical prompts with different seeds, in every capsule.
 TWINS = (6, 7)
 

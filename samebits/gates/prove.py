@@ -175,7 +175,7 @@ def state(run: Run, done: Mapping[str, Stage], *, quick: bool, started: str) -> 
         rl=rl_record,
         dependencies=run.dependencies,
         intent=_intent(),
-        seeds={"capsule": 11, "control": 13, **_rl_seed(run.recipe)},
+        seeds={**capsule.SEEDS, **_rl_seed(run.recipe)},
         switches=_switches(run, done),
         not_covered=required.NOT_COVERED,
     )

@@ -32,7 +32,7 @@ def main(
             max_model_len=recipe.engine["max_model_len"],
             max_tokens=max_tokens,
             count=count,
-            seed=11,
+            seed=capsule.SEEDS["capsule"],
         )
     requests = capsule.synthetic(
         vocabulary=recipe.config["vocab_size"],
@@ -42,7 +42,7 @@ def main(
         max_model_len=recipe.engine["max_model_len"],
         max_tokens=max_tokens,
         count=count,
-        seed=11,
+        seed=capsule.SEEDS["capsule"],
     )
     for index, ids in enumerate(_prompts(recipe, model, count)):
         slot = count - 1 - index
@@ -67,7 +67,7 @@ def control(
         max_model_len=recipe.engine["max_model_len"],
         max_tokens=max_tokens,
         count=capsule.CORNERS + count,
-        seed=13,
+        seed=capsule.SEEDS["control"],
     )[capsule.CORNERS :]
     for index, ids in enumerate(_prompts(recipe, model, count // 2)):
         requests[index] = capsule.Request(tuple(ids), 13_000 + index, max_tokens, "prompt")

@@ -15,7 +15,7 @@ from samebits.contract import Contract, canonical
 from samebits.evidence import current, pairs, required
 from samebits.evidence import rows as written
 from samebits.evidence.statement import integrity
-from samebits.gates import semantic
+from samebits.gates import capsule, semantic
 
 TREES = {"vllm": "1" * 40, "megatron": "2" * 40, "verl": "3" * 40}
 WHEN = {"started": "2025-01-01T00:00:00Z", "finished": "2025-01-01T00:10:00Z"}
@@ -29,10 +29,14 @@ def row(leg: str, name: str, recipe: recipes.Recipe, **changes) -> dict:
         "mismatches": 0,
         "max_abs": 0.0,
         "streams": ("a" * 64, "a" * 64),
-        "hazards": dict.fromkeys(wanted.hazards, 2),
+        "hazards": dict.fromkeys(written.of(leg, name).hazards, 2),
         "control": None,
         "command": required.command(recipe.case, " --record"),
     }
+    if leg == "D":
+        ran = changes.get("layouts", ("tp1", "tp1"))
+        fired = (int(layout == "tp2") for layout in ran)
+        fields["hazards"] = dict(zip(("trainer_tp2", "rollout_tp2"), fired, strict=True))
     distance = None if leg == "F" else 0.05
     for planted in written.controls(named, {"sources": []}, recipe)[:1]:
         fields["control"] = evidence.control(
@@ -40,7 +44,7 @@ def row(leg: str, name: str, recipe: recipes.Recipe, **changes) -> dict:
         )
     if leg == "F":
         fields["max_abs"] = None
-    return evidence.comparison(leg, name, "left equals right", **(fields | changes))
+    return evidence.comparison(leg, name, written.of(leg, name).sentence, **(fields | changes))
 
 
 def rows(recipe: recipes.Recipe, leg: str = "", **changes) -> list[dict]:
@@ -110,11 +114,11 @@ def run(recipe):
             "not_covered": required.NOT_COVERED,
             "intent": INTENT,
             "switches": {
-                "distinct_prompt_seed_pairs": "4",  # two comparisons of leg C, two of each layout
+                "distinct_prompt_seed_pairs": "2",  # as every hazard of `row`
                 **semantic.required(recipe),
             },
             "happenstance": WHEN,
-            "seeds": {"capsule": 1},
+            "seeds": capsule.SEEDS,
         }
         return evidence.build(recipe, Contract.load(recipe.folder), **(fields | changes))
 

@@ -94,6 +94,7 @@ def test_pairs_are_as_many_as_sequences(refusal):
         ({"torch": "1.0.0"}, "SB0813 kind cpu, torch 1.0.0"),
         ({"numba": "0.1"}, "SB0813"),
         ({"kind": "cuda"}, "SB0813 kind cuda"),
+        ({"SAMEBITS_ARITHMETIC": "stock"}, "SB0813 platform described by SAMEBITS_ARITHMETIC"),
         ({"isa": ""}, "SB0801"),
         ({"isa": None}, "SB0801"),
     ],
@@ -122,6 +123,18 @@ def test_no_packages_are_refused(refusal):
         lambda p: p["limits"].append("Everything else is fine."),
         lambda p: p["claim"].update(not_covered=[]),
         lambda p: p["comparisons"][0].update(command="rm -r somewhere"),
+        lambda p: p["comparisons"][0].update(sentence="Also proved on CUDA with FP8."),
+        lambda p: p["comparisons"][-1].update(sentence="The trainer on 8 rank(s) equals all."),
+        lambda p: p["sources"][-1].update(modules=["os"]),
+        lambda p: p["parameters"].update(seeds={}),
+        lambda p: p["parameters"]["seeds"].update(capsule=12),
+        lambda p: p["parameters"]["seeds"].update(rl=1),
+        lambda p: p.update(supersedes={"statement": "0" * 64, "reason": "NVIDIA asked for it"}),
+        lambda p: p.update(byproducts=[{"uri": "x", "digest": {"sha256": "0" * 64}, "size": 1}]),
+        lambda p: p.update(repeats=[{"run": "x", "streams": verdict.streams_digest(p)}]),
+        lambda p: p.update(
+            reproductions=[{"operator": "NVIDIA", "statement": "0" * 64, "verdict": "EQUAL"}]
+        ),
         lambda p: p["comparisons"][0].update(command="samebits prove qwen3-tiny --quick"),
     ],
 )
@@ -225,6 +238,30 @@ def test_leg_o_holds_the_fault_that_its_recipe_names(states):
     data["predicate"]["oracle"][0]["control"]["name"] = "rope_base_doubled"
     (problem, *_) = rows.problems(data["predicate"], recipe)
     assert "control rope_base_doubled instead of gdn_decay_doubled" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "hazards"),
+    [
+        ("prefill-alone/prefill-batch", {"cuda_graph": 5}),
+        ("decode-batch/decode-mixed", {"batch_1": 5}),
+        ("decode/prefill", {"batch_1": 5}),
+        ("trainer-tp1/rollout-tp1", {"trainer_tp2": 1}),
+        ("trainer-tp2/rollout-tp1", {"trainer_tp2": 0}),
+        ("trainer-tp1/rollout-tp2", {"rollout_tp2": 2}),
+    ],
+)
+def test_hazards_are_counted_where_they_happen(refusal, name, hazards):
+    assert f"{name}: " in refusal(lambda d: row_of(d, name)["hazards"].update(hazards))
+
+
+def test_hazards_of_states_are_counted_where_they_happen(states):
+    data, recipe = states
+    fired = row_of(data, "decode-one-token-slices/prefill")["hazards"]
+    row_of(data, "decode-sliced/decode-paged")["hazards"] = dict(fired)
+    fired.clear()
+    found = list(rows.problems(data["predicate"], recipe))
+    assert len(found) == 2 and all("one_token_slice" in problem for problem in found)
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,8 @@ def test_trees_are_read_from_the_pin_file(recipe, tmp_path, monkeypatch):
 
 
 def test_a_statement_is_superseded_and_never_edited(written, run, recipe):
-    newer = evidence.write(run(seeds={"capsule": 2}), recipe.evidence_path)
+    later = {"started": "2025-02-01T00:00:00Z", "finished": "2025-02-01T00:10:00Z"}
+    newer = evidence.write(run(happenstance=later), recipe.evidence_path)
     assert newer.predicate["supersedes"]["statement"] == written.digest
     assert evidence.verify(recipe.folder).statement.digest == newer.digest
     assert [f.name for f in recipe.evidence_path.parent.iterdir()] == ["evidence.json"]
