@@ -15,6 +15,7 @@ from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.contract.build import build, write
 from samebits.evidence import pairs, required
+from samebits.evidence import rows as written
 from samebits.gates import semantic
 from samebits.ops import registry
 from samebits.ops.registry import Implementation
@@ -117,9 +118,10 @@ def rows(recipe: recipes.Recipe, changed: dict | None = None) -> dict:
     """Arguments of `evidence.build` for a run that earns EQUAL; `changed`: leg -> other fields."""
     changed = changed or {}
     comparisons, oracles = [], []
+    tokens = max(leg.tokens for leg in recipe.legs.values())  # rows over one set count alike
     for name, leg in recipe.legs.items():
         fields = {
-            "tokens": leg.tokens,
+            "tokens": tokens,
             "mismatches": 0,
             "max_abs": 0.0,
             "streams": ("a" * 64, "a" * 64),
@@ -131,6 +133,13 @@ def rows(recipe: recipes.Recipe, changed: dict | None = None) -> dict:
             late = recipe.rl["steps"] - 1
             fields |= {"tokens": 50 * late} | changed.get(name, {})
             fields |= {"control": evidence.control(leg.control, 50 * late, 40 * late, 0.5)}
+        if name == "D" and "D" not in changed:
+            fields["control"] = evidence.control(leg.control, tokens, 90, 0.05)
+        if (
+            name == "C" and "C" not in changed and "O" in recipe.legs
+        ):  # the oracle scores what the control of C scored
+            scored = recipe.legs["O"].tokens
+            fields["control"] = evidence.control(leg.control, scored, 90, 0.05)
         if name == "F":
             bare = {"control": evidence.control(leg.control, 100, 90)}
             fields |= bare | changed.get(name, {}) | {"max_abs": None}
@@ -140,7 +149,13 @@ def rows(recipe: recipes.Recipe, changed: dict | None = None) -> dict:
             layouts = [(f"tp{a}", f"tp{b}") for a, b in sizes]
             ran = [(pairs.of_layouts(*two), two) for two in layouts]
         for pair, two in ran:
-            row = evidence.comparison(name, pair, "left equals right", layouts=two, **fields)
+            row = evidence.comparison(
+                name,
+                pair,
+                "left equals right",
+                layouts=two,
+                **_controlled(recipe, name, pair, fields),
+            )
             comparisons.append(row)
         if name == "O":
             oracles = [
@@ -158,11 +173,25 @@ def rows(recipe: recipes.Recipe, changed: dict | None = None) -> dict:
     return {"comparisons": comparisons, "oracles": oracles, "rl": _rl(recipe, changed.get("E", {}))}
 
 
+def _controlled(recipe: recipes.Recipe, leg: str, pair: str, fields: dict) -> dict:
+    """Fields of one row: its negative control by its own name, or none where it holds none."""
+    states = {"sources": _states(recipe)}
+    named = written.controls({"leg": leg, "name": pair}, states, recipe)
+    control = fields["control"]
+    if not named or control is None:
+        return fields | {"control": None}
+    name = control["name"] if control["name"] in named else named[0]
+    return fields | {"control": {**control, "name": name}}
+
+
+def _states(recipe: recipes.Recipe) -> list[dict[str, str]]:
+    return [{"name": "implementation/gdn.core.cpu.1"}] if recipe.gdn_schedule else []
+
+
 def _pairs(recipe: recipes.Recipe, leg: str) -> tuple[str, ...]:
     if leg in "DO":
         return ()
-    states = [{"name": "implementation/gdn.core.cpu.1"}] if recipe.gdn_schedule else []
-    return pairs.of(leg, {"sources": states})
+    return pairs.of(leg, {"sources": _states(recipe)})
 
 
 def _rl(recipe: recipes.Recipe, late):
