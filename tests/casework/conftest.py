@@ -16,7 +16,7 @@ from samebits.contract import Contract
 from samebits.contract.build import build, write
 from samebits.evidence import pairs, required
 from samebits.evidence import rows as written
-from samebits.gates import semantic
+from samebits.gates import capsule, semantic
 from samebits.ops import registry
 from samebits.ops.registry import Implementation
 from samebits.patching.workspace import Workspace
@@ -125,7 +125,6 @@ def rows(recipe: recipes.Recipe, changed: dict | None = None) -> dict:
             "mismatches": 0,
             "max_abs": 0.0,
             "streams": ("a" * 64, "a" * 64),
-            "hazards": dict.fromkeys(leg.hazards, 2),
             "control": evidence.control(leg.control, 100, 90, 0.05),
             "command": f"samebits prove {recipe.case}",
         } | changed.get(name, {})
@@ -133,40 +132,42 @@ def rows(recipe: recipes.Recipe, changed: dict | None = None) -> dict:
             late = recipe.rl["steps"] - 1
             fields |= {"tokens": 50 * late} | changed.get(name, {})
             fields |= {"control": evidence.control(leg.control, 50 * late, 40 * late, 0.5)}
-        if name == "D" and "D" not in changed:
+        if name == "D":  # its control scores what its rows score
             fields["control"] = evidence.control(leg.control, tokens, 90, 0.05)
-        if (
-            name == "C" and "C" not in changed and "O" in recipe.legs
-        ):  # the oracle scores what the control of C scored
-            scored = recipe.legs["O"].tokens
-            fields["control"] = evidence.control(leg.control, scored, 90, 0.05)
+            fields |= changed.get(name, {})
+        if name in "CF":  # the oracle scores what their controls scored
+            scored = recipe.legs["O"].tokens if "O" in recipe.legs else 100
+            distance = 0.05 if name == "C" else None
+            fields["control"] = evidence.control(leg.control, scored, 90, distance)
+            fields |= changed.get(name, {})
         if name == "F":
-            bare = {"control": evidence.control(leg.control, 100, 90)}
-            fields |= bare | changed.get(name, {}) | {"max_abs": None}
+            fields["max_abs"] = None
         ran = [(pair, ("tp1", "tp1")) for pair in _pairs(recipe, name)]
         if name == "D":
             sizes = itertools.product(recipe.trainer_tp, recipe.rollout_tp)
             layouts = [(f"tp{a}", f"tp{b}") for a, b in sizes]
             ran = [(pairs.of_layouts(*two), two) for two in layouts]
         for pair, two in ran:
-            row = evidence.comparison(
-                name,
-                pair,
-                "left equals right",
-                layouts=two,
-                **_controlled(recipe, name, pair, fields),
+            fires = written.of(name, pair)
+            hazards = dict.fromkeys(fires.hazards, 2)
+            if name == "D":
+                fired = (int(layout == "tp2") for layout in two)
+                hazards = dict(zip(("trainer_tp2", "rollout_tp2"), fired, strict=True))
+            hazards |= {k: n for k, n in fields.get("hazards", {}).items() if k in hazards}
+            given = {**_controlled(recipe, name, pair, fields), "hazards": hazards}
+            comparisons.append(
+                evidence.comparison(name, pair, fires.sentence, layouts=two, **given)
             )
-            comparisons.append(row)
         if name == "O":
             oracles = [
                 evidence.oracle(
                     "prefill/fp32-hugging-face",
-                    "near",
+                    written.of("O", "prefill/fp32-hugging-face").sentence,
                     tokens=leg.tokens,
                     aligned=(0.01, 0.1),
                     stock=(0.02, 0.1),
                     command="samebits prove toy",
-                    control=(leg.control, 100, 0.5),
+                    control=(leg.control, leg.tokens, 0.5),
                     **changed.get("O", {}),
                 )
             ]
@@ -233,13 +234,13 @@ class Toy:
         return contract
 
     def statement(self, changed: dict | None = None, **fields):
-        # Two comparisons of leg C, each with two sequences of both layouts.
-        pairs = {"distinct_prompt_seed_pairs": "4"}
+        pairs = {"distinct_prompt_seed_pairs": "2"}  # as every hazard of `rows`
         given = {
             "limits": required.LIMITS,
             "not_covered": required.NOT_COVERED,
             "happenstance": WHEN,
             "intent": INTENT,
+            "seeds": capsule.SEEDS | {"rl": self.recipe.rl["seed"]},
             "switches": semantic.required(self.recipe) | pairs,
         }
         return evidence.build(

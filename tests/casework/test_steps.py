@@ -87,11 +87,11 @@ def test_a_difference_is_red_whatever_the_ledger_says(whole, capsys, step, leg):
 @pytest.mark.parametrize(
     ("changed", "step"),
     [
-        ({"A": {"hazards": {}}}, "leg-a"),
-        ({"C": {"tokens": 40}}, "leg-c"),
+        ({"A": {"hazards": {"batch_1": 0, "batch_16": 0}}}, "leg-a"),
+        ({"A": {"tokens": 40}}, "leg-a"),
         ({"B": {"control": evidence.control("stock", 100, 0, 0.0)}}, "baseline"),
         ({"B": {"control": evidence.control("stock", 10, 9, 0.5)}}, "baseline"),
-        ({"F": {"control": None}}, "baseline"),
+        ({"F": {"control": evidence.control("stock", 200, 0)}}, "baseline"),
     ],
 )
 def test_too_little_is_not_observed(whole, capsys, changed, step):
@@ -111,7 +111,8 @@ def test_a_recipe_that_asks_for_no_refit_does_not_show_one(whole, capsys):
     asked = "hazards: [optimizer_step, refit, prefix_cache_invalidated]"
     path.write_text(path.read_text().replace(asked, "hazards: [optimizer_step]"))
     whole.contract()
-    whole.record()
+    hazards = {"optimizer_step": 4, "refit": 0, "prefix_cache_invalidated": 0}
+    whole.record({"E": {"hazards": hazards}})
     found = status(capsys, 3)
     assert found["states"]["backward"] == "done" and found["states"]["refit"] == "not observed"
 
