@@ -14,7 +14,7 @@ from typing import Any
 from samebits import evidence, faults, files
 from samebits import recipe as recipes
 from samebits.contract import Contract
-from samebits.evidence import DifferenceReport, required
+from samebits.evidence import DifferenceReport, required, rows
 from samebits.evidence.pairs import of_layouts
 from samebits.evidence.statement import Statement
 from samebits.evidence.verdict import CONTROL_TOKENS, diverged
@@ -404,13 +404,13 @@ class _Book:
         self.command = required.command(run.recipe.case, run.flag)
         self.records: list[dict[str, Any]] = []
 
-    def add(self, leg: str, name: str, sentence: str, counts: Counts, **fields) -> None:
+    def add(self, leg: str, name: str, counts: Counts, **fields) -> None:
         values = counts.values
         self.records.append(
             evidence.comparison(
                 leg,
                 name,
-                sentence,
+                rows.of(leg, name).sentence,
                 tokens=counts.tokens,
                 mismatches=counts.mismatches,
                 streams=(counts.left_digest, counts.right_digest),
@@ -470,7 +470,6 @@ def _leg_a(book: _Book, done: Mapping[str, Stage]) -> None:
     book.add(
         "A",
         "prefill-alone/prefill-batch",
-        "A row computed alone equals the row in a batch.",
         compare(plain.streams["alone"], plain.streams["batch"]),
         hazards={
             "batch_1": steps(single, "score", "1"),
@@ -481,14 +480,12 @@ def _leg_a(book: _Book, done: Mapping[str, Stage]) -> None:
     book.add(
         "A",
         "decode-alone/decode-mixed",
-        "A request decoded alone equals the request decoded among others, split and preempted.",
         compare(plain.streams["decode_alone"], stress.streams["decode"], sampled=True),
         hazards={"batch_1": steps(single, "generate", "1"), "batch_16": mixed},
     )
     book.add(
         "A",
         "decode-batch/decode-mixed",
-        "Sixteen requests decoded side by side equal the same requests split and preempted.",
         compare(plain.streams["decode_batch"], stress.streams["decode"], sampled=True),
         hazards={"batch_16": steps(together, "generate", "16")},
     )
@@ -500,7 +497,6 @@ def _leg_b(book: _Book, done: Mapping[str, Stage]) -> None:
     book.add(
         "B",
         "decode/prefill",
-        "Decode under splits, prefix hits and preemption equals prefill of the same tokens.",
         compare(done["rollout_stress"].streams["decode"], done["rollout_plain"].streams["batch"]),
         hazards={
             "split_mid_prompt": fired["split_mid_prompt"],
@@ -538,7 +534,6 @@ def _leg_b_of_states(book: _Book, done: Mapping[str, Stage]) -> None:
     book.add(
         "B",
         "decode-sliced/prefill",
-        "Decode after prefill in slices of any length, and preemption, equals prefill at once.",
         compare(sliced, prefill),
         hazards={
             **{name: fired.get(name, 0) for name in _IN_SLICES},
@@ -552,7 +547,6 @@ def _leg_b_of_states(book: _Book, done: Mapping[str, Stage]) -> None:
     book.add(
         "B",
         "decode-paged/prefill",
-        "Decode that starts from cached states equals prefill of the same tokens.",
         compare(pages, prefill, sampled=True),
         hazards={
             "prefix_hit": paged["prefix_hit_requests"],
@@ -562,14 +556,12 @@ def _leg_b_of_states(book: _Book, done: Mapping[str, Stage]) -> None:
     book.add(
         "B",
         "decode-one-token-slices/prefill",
-        "Decode after prefill token by token equals prefill at once.",
         compare(done["rollout_slices"].streams["decode"], prefill, sampled=True),
         hazards={"one_token_slice": done["rollout_slices"].facts["one_token_slices"]},
     )
     book.add(
         "B",
         "decode-sliced/decode-paged",
-        "One request has one decode, however its prompt was cut and whatever was cached.",
         compare(sliced, pages, sampled=True),
     )
 
@@ -594,7 +586,6 @@ def _leg_c(book: _Book, done: Mapping[str, Stage]) -> None:
         book.add(
             "C",
             f"trainer-{layout}/prefill",
-            f"The trainer's score of a {layout} batch equals the rollout's prefill.",
             compare(trainer[layout], prefill),
             hazards={layout: count},
             control=controls.get(layout),
@@ -634,7 +625,6 @@ def _leg_d(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
             book.add(
                 "D",
                 of_layouts(*layouts),
-                f"The trainer on {trained} rank(s) equals the rollout on {rolled}.",
                 compare(_layout(done, "trainer", trainer_tp), _layout(done, "rollout", rollout_tp)),
                 layouts=layouts,
                 hazards={"trainer_tp2": int(trained == 2), "rollout_tp2": int(rolled == 2)},
@@ -648,7 +638,6 @@ def _leg_e(book: _Book, done: Mapping[str, Stage]) -> None:
     book.add(
         "E",
         "rollout/trainer-after-refits",
-        "After each optimizer step and refit the rollout still equals the trainer.",
         rl.as_counts(done["rl_aligned"]),
         hazards={
             "optimizer_step": sum(step["grad_norm"] > 0 for step in steps[:-1]),
@@ -672,7 +661,6 @@ def _leg_f(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
         book.add(
             "F",
             name,
-            "The digest of the whole logit row, not only the sampled token, is equal.",
             compare(left, trainer[layout], "row"),
             hazards=columns,
             control=control,
@@ -690,9 +678,10 @@ def _leg_o(book: _Book, run: Run, done: Mapping[str, Stage]) -> dict[str, Any]:
     tokens, *aligned = oracle.distance(done["rollout_plain"].streams["extra"], reference)
     _, *stock = oracle.distance(done["stock_rollout"].streams["batch"], reference)
     planted, mean, _ = oracle.distance(done["planted_oracle"].streams["padded"], reference)
+    name = "prefill/fp32-hugging-face"
     return evidence.oracle(
-        "prefill/fp32-hugging-face",
-        "In the mean, the aligned arm is no further from an fp32 oracle than the stock arm.",
+        name,
+        rows.of("O", name).sentence,
         tokens=tokens,
         aligned=(aligned[0], aligned[1]),
         stock=(stock[0], stock[1]),
