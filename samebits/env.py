@@ -36,6 +36,7 @@ VARIABLES = {
     "SAMEBITS_ARITHMETIC": "chooses aligned or stock arithmetic",
     "SAMEBITS_CONTRACT": "names the contract",
     "SAMEBITS_FAULT": "plants a fault",
+    "SAMEBITS_PLATFORM": "chooses the kind of chip that operators run on",
     "ATEN_CPU_CAPABILITY": "selects torch's CPU kernels",
     "BLIS_*": "selects CPU matrix kernels",
     "CUBLAS_WORKSPACE_CONFIG": "changes which split-K kernels cuBLAS may use",

@@ -77,6 +77,11 @@ class Recipe:
         return self.folder / "evidence" / "evidence.json"
 
     @property
+    def platform(self) -> str:
+        """What the case computes on: `cpu`, or `sm90` for a Hopper GPU (`runtime.PLATFORMS`)."""
+        return self.data.get("platform", "cpu")
+
+    @property
     def architecture(self) -> str:
         """`llama`, `qwen3` or `qwen3_5_text`."""
         return self.data["model"]["architecture"]

@@ -1,8 +1,10 @@
-"""The one contract and the one mode of this process.
+"""The one contract, the one platform and the one mode of this process.
 
 Environment (the only switches; none of them weakens a check):
 
     SAMEBITS_CONTRACT    path of a contract file; both engines load the same bytes
+    SAMEBITS_PLATFORM    `cpu` (default) or `sm90`: the kind of chip that the case's recipe names;
+                         a contract of another platform is refused
     SAMEBITS_ARITHMETIC  `aligned` (default) or `stock`: stock leaves each engine's own modules
                          and torch's native operators in place and serves as negative control
     SAMEBITS_FAULT       name of a planted fault (`samebits.faults`), for negative controls only;
@@ -22,6 +24,22 @@ from samebits.errors import Refused
 
 if TYPE_CHECKING:
     from samebits.contract import Contract
+
+
+PLATFORMS = ("cpu", "sm90")
+
+
+def platform() -> str:
+    """`cpu` or `sm90`: what this process computes on."""
+    value = os.environ.get("SAMEBITS_PLATFORM", "cpu")
+    if value not in PLATFORMS:
+        raise Refused(
+            "SB0326",
+            seen=f"SAMEBITS_PLATFORM={value}",
+            required=" or ".join(PLATFORMS),
+            hint="unset SAMEBITS_PLATFORM",
+        )
+    return value
 
 
 def arithmetic() -> str:

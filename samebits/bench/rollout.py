@@ -114,6 +114,7 @@ def _trainer(case, model, arithmetic: str, whole: list[list[int]]) -> dict[str, 
         model,
         contract=case.contract_path,
         python_paths=patching.python_paths(case.series["megatron"]),
+        platform=case.platform,
         arithmetic=arithmetic,
         optimizer=OptimizerSettings(lr=0.0),
     ) as trainer:

@@ -48,6 +48,7 @@ _DROPPED = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD")
 class RolloutSettings:
     """How to start an engine. `model` is a folder of `weights.sources`, `contract` a file.
 
+    platform     `cpu` or `sm90`, as `runtime.platform`
     kv_blocks    pages of the KV cache; few of them force preemption
     arithmetic   `aligned`, or `stock` for the negative control
     fault        name of a planted fault (negative controls only)
@@ -58,6 +59,7 @@ class RolloutSettings:
     model: Path
     contract: Path
     series: str
+    platform: str = "cpu"
     tensor_parallel_size: int = 1
     max_model_len: int = 512
     max_num_batched_tokens: int = 256
@@ -75,7 +77,11 @@ class RolloutSettings:
     @classmethod
     def of(cls, recipe: Recipe, model: Path, **changes: Any) -> RolloutSettings:
         """Settings of a model case, some of them changed."""
-        values = {"series": recipe.series["vllm"], "contract": recipe.contract_path}
+        values = {
+            "series": recipe.series["vllm"],
+            "contract": recipe.contract_path,
+            "platform": recipe.platform,
+        }
         return cls(model=model, **{**values, **recipe.engine, **changes})
 
     def environment(self) -> dict[str, str]:
@@ -89,6 +95,7 @@ class RolloutSettings:
         own = {
             "PYTHONPATH": str(patching.tree_path("vllm", self.series)),
             "SAMEBITS_CONTRACT": str(Path(self.contract).resolve()),
+            "SAMEBITS_PLATFORM": self.platform,
             "SAMEBITS_ARITHMETIC": self.arithmetic,
             "VLLM_PLUGINS": "samebits",
             "VLLM_USE_V2_MODEL_RUNNER": "0",

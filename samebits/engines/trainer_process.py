@@ -53,6 +53,7 @@ class TrainerProcess:
         *,
         contract: str | Path | None,
         python_paths: Sequence[str | Path] = (),
+        platform: str = "cpu",
         tp: int = 1,
         arithmetic: str = "aligned",
         fault: str | None = None,
@@ -66,6 +67,7 @@ class TrainerProcess:
     ):
         """Start `tp` ranks and build the model; arguments as of `Trainer`.
 
+        platform      `cpu` or `sm90`, as `runtime.platform`
         trace         folder to record operators in while it exists (`samebits.trace`)
         python_paths  go first on the ranks' PYTHONPATH (`samebits.patching.python_paths(model)`)
         threads       per rank; default: this process's CPUs divided by `tp`
@@ -74,7 +76,7 @@ class TrainerProcess:
         self.tp, self.timeout = tp, timeout
         self._ranks: list[tuple[subprocess.Popen, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="samebits-trainer-")
-        environment = _environment(python_paths, contract, arithmetic, fault, trace)
+        environment = _environment(python_paths, contract, arithmetic, fault, trace, platform)
         threads = threads or max(1, len(os.sched_getaffinity(0)) // max(1, tp))
         try:
             for _ in range(max(1, tp)):
@@ -215,9 +217,19 @@ class TrainerProcess:
 
 
 def _environment(
-    python_paths, contract, arithmetic: str, fault: str | None, trace: Path | None
+    python_paths,
+    contract,
+    arithmetic: str,
+    fault: str | None,
+    trace: Path | None,
+    platform: str = "cpu",
 ) -> dict[str, str]:
-    environment = {**os.environ, **_QUIET, "SAMEBITS_ARITHMETIC": arithmetic}
+    environment = {
+        **os.environ,
+        **_QUIET,
+        "SAMEBITS_ARITHMETIC": arithmetic,
+        "SAMEBITS_PLATFORM": platform,
+    }
     for name in ("SAMEBITS_CONTRACT", "SAMEBITS_FAULT", "SAMEBITS_TRACE"):
         environment.pop(name, None)
     if contract is not None:

@@ -39,7 +39,11 @@ def trainer(run: Run, **changes) -> TrainerProcess:
     """A trainer of the case with its weights loaded."""
     paths = patching.python_paths(run.recipe.series["megatron"])
     process = TrainerProcess(
-        run.model, contract=run.recipe.contract_path, python_paths=paths, **changes
+        run.model,
+        contract=run.recipe.contract_path,
+        python_paths=paths,
+        platform=run.recipe.platform,
+        **changes,
     )
     process.load(run.model)
     return process

@@ -30,6 +30,13 @@ def test_comments_and_layout_do_not_change_the_digest(edited):
     assert recipes.load(path).digest == recipes.load("qwen3-tiny").digest
 
 
+def test_a_case_computes_on_a_cpu_unless_it_says_otherwise(edited):
+    there = recipes.load("qwen3-tiny")
+    gpu = recipes.load(edited("case: qwen3-tiny\n", "case: qwen3-tiny\nplatform: sm90\n"))
+    assert (there.platform, gpu.platform) == ("cpu", "sm90")
+    assert gpu.digest != there.digest
+
+
 def test_a_value_changes_the_digest(edited):
     path = edited("vocab_size: 1024", "vocab_size: 2048")
     assert recipes.load(path).digest != recipes.load("qwen3-tiny").digest
@@ -45,6 +52,7 @@ def test_a_value_changes_the_digest(edited):
         ('rms_norm_eps: "1e-6"', 'rms_norm_eps: "nan"', "SB0314"),
         ("architecture: qwen3", "architecture: mamba", "SB0314"),
         ("kind: counter-hash", "kind: download", "SB0314"),
+        ("case: qwen3-tiny\n", "case: qwen3-tiny\nplatform: sm80\n", "SB0314"),
         ("  block_size: 16\n", "", "SB0314"),
         ("case: qwen3-tiny", "case: [", "SB0314"),
         ("contract:\n", "contract:\n  gdn_schedule: cpr\n", "SB0314"),
