@@ -76,16 +76,21 @@ def build(
 ) -> None:
     """Build contract.json from recipe and operators.
 
-    The same inputs give the same bytes.
+    The same inputs give the same bytes. Without names, a case of a platform that this machine is
+    not is left as it is.
     """
     from samebits import recipe as recipes
     from samebits.contract.build import build as build_contract
     from samebits.contract.build import write
+    from samebits.contract.platform import here
 
     rows = []
     for case in cases or recipes.known_cases():
         recipe = recipes.load(case)
         path = recipe.contract_path
+        if not cases and not here(recipe.platform):
+            typer.echo(f"{recipe.case}: left alone, its platform is {recipe.platform}", err=True)
+            continue
         contract = build_contract(recipe, previous=_previous(path), renew=renew)
         state = "written" if write(contract, path) else "unchanged"
         rows.append(
@@ -130,7 +135,8 @@ def show(
 
 def _describe(contract: Any, shown: dict[str, str]) -> list[str]:
     data = contract.data
-    lines = [f"contract of {contract.case} ({data['model']['architecture']})", ""]
+    lines = [f"contract of {contract.case} ({data['model']['architecture']}, {contract.platform})"]
+    lines.append("")
     width = max(len(region) for region in contract.regions)
     for region in contract.regions:
         entry = contract.entry(region)
@@ -169,15 +175,17 @@ def diff(
     """List fields in which two contracts differ.
 
     Exits with 1 when there is one. Refuses that of a case which is not what the case's recipe
-    asks for.
+    asks for. Known answers of a platform that this machine is not are not computed again.
     """
     from samebits import recipe as recipes
     from samebits.contract.build import build as build_contract
     from samebits.contract.build import differences
+    from samebits.contract.platform import here
 
     one, recipe = _load(left)
     if right is None:
-        other = build_contract(recipe or recipes.load(one.case), previous=one)
+        asked = recipe or recipes.load(one.case)
+        other = build_contract(asked, previous=one, probe=here(asked.platform))
     else:
         other, _ = _load(right)
     rows = [{"field": f, "left": a, "right": b} for f, a, b in differences(one.data, other.data)]
@@ -226,7 +234,9 @@ def _bind(path: Path, role: str) -> Any:
     os.environ.pop("SAMEBITS_FAULT", None)
     from samebits.contract import Contract
 
-    return Contract.load(path).bind(role)
+    contract = Contract.load(path)
+    os.environ["SAMEBITS_PLATFORM"] = contract.platform
+    return contract.bind(role)
 
 
 def _print(rows: list[dict[str, Any]], as_json: bool, line: Any) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from samebits import files
 from samebits import recipe as recipes
 from samebits.contract import canonical
-from samebits.contract.fits import decisions_of, deployment_of, model_of, sizes_of
+from samebits.contract.fits import decisions_of, deployment_of, model_of, platform_of, sizes_of
 from samebits.contract.model import CASES, Contract, compute_digests
-from samebits.contract.platform import Binding, describe, run_probes
+from samebits.contract.platform import Binding, describe, require, run_probes
 from samebits.errors import Refused
 from samebits.plan import ReductionPlan
 
@@ -106,36 +106,41 @@ def build(
     previous: Contract | None = None,
     *,
     renew: bool = False,
+    probe: bool = True,
 ) -> Contract:
     """Contract of a recipe. The same inputs give the same bytes.
 
     previous  an earlier build, whose known answers for unchanged entries stay on record
     renew     replace answers that this platform recorded earlier, instead of refusing (SB0310)
               when an operator gives other bits although its source did not change
+    probe     False: compute nothing, and keep the answers of `previous`; what a machine without
+              the recipe's chip can compare
+
+    Refuses as `platform.require` where probes cannot run here.
     """
     from samebits.ops import registry
 
     _check_expressible(recipe)
-    installed = registry.implementations("cpu") if implementations is None else implementations
+    if probe:
+        require(recipe.platform)
+    installed = (
+        registry.implementations(recipe.platform) if implementations is None else implementations
+    )
     composition = _composition(recipe, installed)
-    description = describe()
-    key = canonical.digest(description)
-    regions = registry.regions_of(recipe.architecture)
-    answers = run_probes({region: installed[region] for region in regions})
     platforms = _kept_answers(previous, composition)
-    recorded = platforms.get(key, {"known_answers": {}})["known_answers"]
-    for region, answer in recorded.items():
-        if answers[region] != answer and not renew:
-            raise Refused(
-                "SB0310",
-                seen=f"{region}: probe answered {answers[region]}, and its source is unchanged",
-                required=f"{answer}, recorded earlier for this platform",
-                hint=f"samebits contract build {recipe.case} --renew",
-            )
-    platforms[key] = {"description": description, "known_answers": answers}
+    if probe:
+        regions = registry.regions_of(recipe.architecture)
+        answers = run_probes({region: installed[region] for region in regions})
+        description = describe(recipe.platform)
+        key = canonical.digest(description)
+        recorded = platforms.get(key, {"known_answers": {}})["known_answers"]
+        if not renew:
+            _check_recorded(recipe, answers, recorded)
+        platforms[key] = {"description": description, "known_answers": answers}
     contract = seal(
         {
             "schema_version": 1,
+            **platform_of(recipe),
             "model": model_of(recipe),
             "cases": list(CASES),
             "composition": composition,
@@ -160,6 +165,19 @@ def build(
         axis: claim | {"evidence": proofs[axis]} for axis, claim in claims["topology"].items()
     }
     return seal(dict(contract.data) | {"claims": claims})
+
+
+def _check_recorded(
+    recipe: recipes.Recipe, answers: Mapping[str, str], recorded: Mapping[str, str]
+) -> None:
+    for region, answer in recorded.items():
+        if answers[region] != answer:
+            raise Refused(
+                "SB0310",
+                seen=f"{region}: probe answered {answers[region]}, and its source is unchanged",
+                required=f"{answer}, recorded earlier for this platform",
+                hint=f"samebits contract build {recipe.case} --renew",
+            )
 
 
 def proofs_of(contract: Contract, recipe: recipes.Recipe) -> dict[str, str | None]:

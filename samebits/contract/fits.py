@@ -44,6 +44,11 @@ def model_of(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def platform_of(recipe: Recipe) -> dict[str, str]:
+    """Field `platform`; none for the CPU, which is what a contract without one is for."""
+    return {} if recipe.platform == "cpu" else {"platform": recipe.platform}
+
+
 def deployment_of(recipe: Recipe) -> dict[str, int | str]:
     """Section `deployment`: sizes that the engine is started with, and how weights travel."""
     return dict(recipe.engine) | {"weight_transport": "shared_memory"}
@@ -79,6 +84,7 @@ def misfits(data: Mapping[str, Any], recipe: Recipe) -> list[tuple[str, Any, Any
     for name, value in model_of(recipe).items():
         found[f"model.{name}"], wanted[f"model.{name}"] = data["model"][name], value
     found["deployment"], wanted["deployment"] = data["deployment"], deployment_of(recipe)
+    found["platform"], wanted["platform"] = data.get("platform", "cpu"), recipe.platform
     for axis, sizes in sizes_of(recipe).items():
         found[axis], wanted[axis] = data["claims"]["topology"][axis]["sizes"], sizes
     for entry in data["composition"]:

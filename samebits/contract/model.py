@@ -35,7 +35,8 @@ def compute_digests(data: Mapping[str, Any]) -> dict[str, str]:
     """The four digests of a contract document.
 
     semantic          the model, and which regions each case computes
-    numerical_policy  what decides bits: implementations, sources, constants, claimed sizes
+    numerical_policy  what decides bits: kind of chip, implementations, sources, constants, claimed
+                      sizes; so contracts of two platforms never have one identity
     deployment        memory and transport settings, proven not to move bits
     platform          the platforms with a recorded known answer, and the answers
 
@@ -54,6 +55,8 @@ def compute_digests(data: Mapping[str, Any]) -> dict[str, str]:
         "state_invalidation": data["claims"]["state_invalidation"],
         "tolerances": data["claims"]["tolerances"],
     }
+    if "platform" in data:
+        numerical["platform"] = data["platform"]
     return {
         "semantic": canonical.digest(semantic),
         "numerical_policy": canonical.digest(numerical),
@@ -125,6 +128,11 @@ class Contract:
     def identity(self) -> str:
         """Digest of what both sides must compute; admitting a platform does not change it."""
         return canonical.digest([self.digests["semantic"], self.digests["numerical_policy"]])
+
+    @property
+    def platform(self) -> str:
+        """What the bound implementations run on: `cpu` or `sm90` (`runtime.PLATFORMS`)."""
+        return self.data.get("platform", "cpu")
 
     @cached_property
     def _by_region(self) -> dict[str, Mapping[str, Any]]:
@@ -288,6 +296,17 @@ def _check_consistent(data: Mapping[str, Any], what: str, path: Path | None) -> 
     problems = []
     regions = [region for entry in data["composition"] for region in entry["regions"]]
     problems += [f"region {r} is bound twice" for r in sorted(set(regions)) if regions.count(r) > 1]
+    platform = data.get("platform", "cpu")
+    problems += [
+        f"{entry['implementation']} is bound on {platform}"
+        for entry in data["composition"]
+        if f".{platform}." not in entry["implementation"]
+    ]
+    problems += [
+        f"platform {key[:16]}.. is of kind {record['description'].get('kind')}, not {platform}"
+        for key, record in data["platforms"].items()
+        if record["description"].get("kind") != platform
+    ]
     for entry in data["composition"]:
         leaves = entry["constants"].get("leaves", 1)
         if not isinstance(leaves, int) or leaves < 1 or leaves & (leaves - 1):

@@ -16,19 +16,70 @@ if TYPE_CHECKING:
     from samebits.contract.model import Contract
     from samebits.ops.registry import Implementation
 
-_PACKAGES = ("torch", "numpy", "numba", "llvmlite")
+# Platform -> fields of its description that name a version; `evidence.required` compares them.
+VERSIONS = {
+    "cpu": ("torch", "numpy", "numba", "llvmlite"),
+    "sm90": ("torch", "cuda", "triton", "ptxas"),
+}
+# Platform -> all fields of its description.
+FIELDS = {
+    "cpu": ("kind", "machine", "isa", *VERSIONS["cpu"]),
+    "sm90": ("kind", "machine", "chip", "compute_capability", *VERSIONS["sm90"]),
+}
 
 
-def describe() -> dict[str, str]:
-    """What can move bits on a CPU: instruction set, and the packages that compute or compile."""
+def here(wanted: str) -> bool:
+    """Whether this process can run operators of `wanted`; looks at the chip, starts nothing."""
+    if wanted == "cpu":
+        return True
     import torch
 
-    description = {
-        "kind": "cpu",
-        "machine": platform.machine(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
+    from samebits.ops import gpu
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == gpu.CAPABILITY
+
+
+def require(wanted: str) -> None:
+    """Refuse a platform that this machine is not: SB0451 for the chip, SB0450 for the assembler."""
+    if wanted == "sm90":
+        from samebits.ops import gpu
+
+        gpu.prepare(0)
+
+
+def describe(kind: str = "cpu") -> dict[str, str]:
+    """What can move bits on a platform: the chip, and what computes or compiles on it (`FIELDS`).
+
+    cpu    instruction set, torch, numpy, Numba and its LLVM
+    sm90   the GPU's name, torch and the CUDA that it was built with, Triton, the assembler; no
+           driver, because kernels reach it assembled. Refuses as `require`.
+    """
+    import torch
+
+    found = {"kind": kind, "machine": platform.machine()}
+    if kind == "cpu":
+        found["isa"] = torch.backends.cpu.get_cpu_capability()
+    else:
+        require(kind)
+        found |= _describe_gpu()
+    return found | {
+        name: metadata.version(name) for name in VERSIONS[kind] if name not in ("cuda", "ptxas")
     }
-    return description | {name: metadata.version(name) for name in _PACKAGES}
+
+
+def _describe_gpu() -> dict[str, str]:
+    import torch
+
+    from samebits.ops import gpu
+
+    version = gpu.ptxas_version(gpu.ptxas())
+    assert version is not None  # `gpu.ptxas` refuses one that does not run
+    return {
+        "chip": torch.cuda.get_device_name(0),
+        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(0))),
+        "cuda": str(torch.version.cuda),
+        "ptxas": ".".join(map(str, version)),
+    }
 
 
 @dataclass(frozen=True)
@@ -98,14 +149,25 @@ def bind(
 ) -> Binding:
     """Check every bound implementation by id and source, run the probes, judge the answers.
 
-    `implementations` defaults to those registered for this platform. Refuses on a missing or
-    other implementation (SB0308), changed source (SB0309) or a wrong answer (SB0310).
+    `implementations` defaults to those registered for the contract's platform. Refuses a contract
+    of another platform than this process's (SB0327), a missing or other implementation (SB0308),
+    changed source (SB0309) or a wrong answer (SB0310).
     """
     from samebits.contract.model import ROLES
     from samebits.ops import registry
 
+    if contract.platform != runtime.platform():
+        raise Refused(
+            "SB0327",
+            seen=f"contract of {contract.case}, platform {contract.platform}",
+            required=f"platform {runtime.platform()}, which this process computes on",
+            hint="samebits explain SB0327",
+        )
+    require(contract.platform)
     cases = ROLES[role]
-    available = registry.implementations("cpu") if implementations is None else implementations
+    available = (
+        registry.implementations(contract.platform) if implementations is None else implementations
+    )
     bound = {
         region: contract.entry(region)
         for region in contract.regions
@@ -113,7 +175,7 @@ def bind(
     }
     for region, entry in bound.items():
         _check_installed(entry, region, available)
-    description = describe()
+    description = describe(contract.platform)
     key = canonical.digest(description)
     answers = run_probes({region: available[region] for region in bound})
     if runtime.fault() is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,10 +49,28 @@ def dependencies(recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def hook_modules(engine: str, gdn: bool = False) -> list[str]:
+def platform_of(sources: Sequence[Mapping[str, Any]]) -> str:
+    """Platform of the recorded implementations: `implementation/gemm.row.sm90.1` is one of sm90."""
+    named = (source["name"] for source in sources)
+    on_gpu = any(name.startswith("implementation/") and ".sm90." in name for name in named)
+    return "sm90" if on_gpu else "cpu"
+
+
+def _foreign(parts: Sequence[str], gdn: bool, platform: str) -> bool:
+    """Whether a hook's module (its dotted name in parts) is out of reach of a case."""
+    of_cpu = any(part.startswith("cpu_") for part in parts)
+    return (
+        ("gdn" in parts and not gdn)
+        or ("cuda" in parts and platform == "cpu")
+        or (of_cpu and platform != "cpu")
+    )
+
+
+def hook_modules(engine: str, gdn: bool = False, platform: str = "cpu") -> list[str]:
     """All modules of `samebits.hooks.<engine>`, also those added since the evidence was written.
 
-    Its package `gdn` counts only where Gated DeltaNet is bound: no other model can reach it.
+    Its package `gdn` counts only where Gated DeltaNet is bound, `cuda` not on a CPU, and modules
+    called `cpu_*` only there: no other case can reach them.
     """
     spec = importlib.util.find_spec("samebits")
     assert spec is not None and spec.origin is not None
@@ -59,7 +78,7 @@ def hook_modules(engine: str, gdn: bool = False) -> list[str]:
     names = []
     for file in (root / "hooks" / engine).rglob("*.py"):
         parts = file.relative_to(root.parent).with_suffix("").parts
-        if "gdn" in parts and not gdn:
+        if _foreign(parts, gdn, platform):
             continue
         names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     return sorted(names)
@@ -69,9 +88,10 @@ def _source(name: str, modules: list[str]) -> dict[str, Any]:
     return {"name": name, "modules": modules, "content_hash": source_hash(modules)}
 
 
-def hook_sources(gdn: bool = False) -> list[dict[str, Any]]:
-    """Every engine's hooks with their content hash; `gdn` as in `hook_modules`."""
-    return [_source(f"hooks/{engine}", hook_modules(engine, gdn)) for engine in HOOKS]
+def hook_sources(recorded: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every engine's hooks, with their content hash, that a case with these sources can reach."""
+    gdn, platform = pairs.has_states(recorded), platform_of(recorded)
+    return [_source(f"hooks/{engine}", hook_modules(engine, gdn, platform)) for engine in HOOKS]
 
 
 def bound_sources(contract: Contract) -> list[dict[str, Any]]:
@@ -89,17 +109,14 @@ def bound_sources(contract: Contract) -> list[dict[str, Any]]:
 def sources(contract: Contract) -> list[dict[str, Any]]:
     """Bound implementations and hooks with their content hashes."""
     bound = [_source(entry["name"], entry["modules"]) for entry in bound_sources(contract)]
-    return bound + hook_sources(pairs.has_states(bound))
+    return bound + hook_sources(bound)
 
 
 def changed_sources(recorded: list[dict[str, Any]]) -> list[str]:
     """Names of recorded sources whose files, or whose set of files, are no longer the same."""
     from samebits.errors import Refused
 
-    now = {
-        source["name"]: source["content_hash"]
-        for source in hook_sources(pairs.has_states(recorded))
-    }
+    now = {source["name"]: source["content_hash"] for source in hook_sources(recorded)}
     changed = []
     for source in recorded:
         try:

@@ -13,24 +13,40 @@ from typing import Any
 
 from samebits import recipe as recipes
 from samebits.contract import Contract
+from samebits.contract.platform import FIELDS, VERSIONS
 from samebits.errors import Refused
 from samebits.evidence import current, pairs, rows
 from samebits.evidence.statement import PROVED_AGAIN, UNSIGNED, Statement
 
-LIMITS = (
+_LIMITS = (
     "Equality holds on one platform, engine against engine on the same kind of chip; nothing is "
     "claimed across platforms.",
     "Temperature 1, top-p 1, no penalties, no logits processors; other sampling is refused.",
     "Tensor parallelism only; pipeline, context, expert and sequence parallelism are refused.",
     "verl's algorithm functions, metrics and data structures run; its trainer loop does not.",
-    "CPU arithmetic: kernels for GPUs are not part of this statement.",
 )
-NOT_COVERED = ("CUDA", "sequence, pipeline, context and expert parallelism")
-# Packages whose versions are part of a platform; the rest of it may differ in a second run.
-_PACKAGES = ("torch", "numpy", "numba", "llvmlite")
-_INTENT = frozenset(["kind", "machine", "isa", *_PACKAGES])
+_LIMITS_OF = {
+    "cpu": "CPU arithmetic: kernels for GPUs are not part of this statement.",
+    "sm90": "One GPU of compute capability 9.0, eager: CUDA graphs and torch.compile are not part "
+    "of this statement.",
+}
+_NOT_COVERED = ("sequence, pipeline, context and expert parallelism",)
+_NOT_COVERED_OF = {
+    "cpu": ("CUDA",),
+    "sm90": ("several GPUs", "CUDA graphs"),
+}
 # More platforms than this are not combined to find the contract that a run was bound to.
 _PLATFORMS = 8
+
+
+def limits(platform: str) -> tuple[str, ...]:
+    """Sentences that bound every statement of a case on `platform`."""
+    return (*_LIMITS, _LIMITS_OF[platform])
+
+
+def not_covered(platform: str) -> tuple[str, ...]:
+    """What no case on `platform` covers."""
+    return (*_NOT_COVERED_OF[platform], *_NOT_COVERED)
 
 
 def command(case: str, flag: str = "") -> str:
@@ -62,6 +78,7 @@ def _problems(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[
     yield from _problems_of_words(predicate, recipe)
     yield from _problems_of_semantics(predicate, recipe)
     yield from _problems_of_origin(predicate, recipe)
+    yield from _problems_of_platform(predicate, recipe)
     asked = {*recipe.legs, *"ABC", *("E" if recipe.rl else "")}
     ran = {row["leg"] for row in [*predicate["comparisons"], *predicate["oracle"]]}
     for leg in sorted(ran - asked):
@@ -72,9 +89,9 @@ def _problems(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[
 
 
 def _problems_of_words(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[str]:
-    if predicate["limits"] != [*LIMITS, UNSIGNED]:
+    if predicate["limits"] != [*limits(recipe.platform), UNSIGNED]:
         yield "other limits"
-    if predicate["claim"]["not_covered"] != list(NOT_COVERED):
+    if predicate["claim"]["not_covered"] != list(not_covered(recipe.platform)):
         yield f"not covered: {', '.join(predicate['claim']['not_covered'])}"
     commands = {command(recipe.case), command(recipe.case, " --record")}
     for row in [*predicate["comparisons"], *predicate["oracle"]]:
@@ -93,14 +110,11 @@ def _problems_of_origin(predicate: Mapping[str, Any], recipe: recipes.Recipe) ->
     older = predicate["supersedes"]
     if older is not None and older["reason"] != PROVED_AGAIN:
         yield f"supersedes another, because {older['reason']}"
-    intent = predicate["environment"]["intent"]
-    if set(intent) != _INTENT:
-        yield f"platform described by {', '.join(sorted(set(intent) ^ _INTENT))}"
     with_states = pairs.has_states(predicate["sources"])
     for source in predicate["sources"]:
         group, _, engine = source["name"].partition("/")
         if group == "hooks":
-            modules = current.hook_modules(engine, with_states)
+            modules = current.hook_modules(engine, with_states, recipe.platform)
             # Where its files have changed too, the statement is stale.
             unchanged = source["content_hash"] == current.source_hash(modules)
             if unchanged and source["modules"] != modules:
@@ -110,6 +124,18 @@ def _problems_of_origin(predicate: Mapping[str, Any], recipe: recipes.Recipe) ->
     seeds = {**capsule.SEEDS, **({"rl": recipe.rl["seed"]} if recipe.rl else {})}
     if predicate["parameters"]["seeds"] != seeds:
         yield f"seeds {predicate['parameters']['seeds']}"
+
+
+def _problems_of_platform(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[str]:
+    """The chip and the implementations are those of the recipe's platform."""
+    intent = predicate["environment"]["intent"]
+    fields = set(FIELDS[recipe.platform])
+    if set(intent) != fields:
+        yield f"platform described by {', '.join(sorted(set(intent) ^ fields))}"
+    bound = current.platform_of(predicate["sources"])
+    for what, found in (("chip", intent.get("kind")), ("implementations", bound)):
+        if found != recipe.platform:
+            yield f"{what} of {found}, where the recipe is for {recipe.platform}"
 
 
 def _problems_of_semantics(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[str]:
@@ -136,11 +162,11 @@ def _check_contract(statement: Statement, contract: Contract) -> None:
     platforms = contract.data["platforms"].values()
     intent = predicate["environment"]["intent"]
     admitted = [_versions(entry["description"]) for entry in platforms]
-    if intent["kind"] != "cpu" or (admitted and _versions(intent) not in admitted):
+    if admitted and _versions(intent) not in admitted:
         raise Refused(
             "SB0813",
-            seen=f"kind {intent['kind']}, {_shown(_versions(intent))}",
-            required=" or ".join(_shown(versions) for versions in admitted) or "a CPU",
+            seen=_shown(_versions(intent)),
+            required=" or ".join(map(_shown, admitted)),
             hint="samebits doctor",
         )
     found = predicate["parameters"]["contract"]["digest"]
@@ -155,8 +181,10 @@ def _check_contract(statement: Statement, contract: Contract) -> None:
 
 
 def _versions(description: Mapping[str, str]) -> dict[str, str]:
-    """Versions of the packages that compute, without the label of a build (`+cpu`)."""
-    return {name: description[name].partition("+")[0] for name in _PACKAGES}
+    """Versions of what computes, without the label of a build (`+cpu`); the rest of a platform may
+    differ in a second run."""
+    names = VERSIONS[description["kind"]]
+    return {name: description[name].partition("+")[0] for name in names}
 
 
 def _shown(versions: Mapping[str, str]) -> str:

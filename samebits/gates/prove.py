@@ -14,6 +14,7 @@ from typing import Any
 from samebits import evidence, faults, files
 from samebits import recipe as recipes
 from samebits.contract import Contract
+from samebits.contract.platform import describe
 from samebits.evidence import DifferenceReport, required, rows
 from samebits.evidence.pairs import of_layouts
 from samebits.evidence.statement import Statement
@@ -168,16 +169,16 @@ def state(run: Run, done: Mapping[str, Stage], *, quick: bool, started: str) -> 
     return evidence.build(
         _relaxed(run.recipe, comparisons, oracles) if quick else run.recipe,
         run.contract,
-        limits=required.LIMITS,
+        limits=required.limits(run.recipe.platform),
         happenstance={"started": started, "finished": _now(), "host": platform.machine()},
         comparisons=comparisons,
         oracles=oracles,
         rl=rl_record,
         dependencies=run.dependencies,
-        intent=_intent(),
+        intent=describe(run.recipe.platform),
         seeds={**capsule.SEEDS, **_rl_seed(run.recipe)},
         switches=_switches(run, done),
-        not_covered=required.NOT_COVERED,
+        not_covered=required.not_covered(run.recipe.platform),
     )
 
 
@@ -193,12 +194,6 @@ def _switches(run: Run, done: Mapping[str, Stage]) -> dict[str, str]:
     requests = capsule.read(run.folder / "capsule.json")
     pairs = semantic.distinct((request.prompt, request.seed) for request in requests)
     return semantic.switches(done["rollout_stress"].facts["semantics"], pairs)
-
-
-def _intent() -> dict[str, str]:
-    from samebits.contract.platform import describe
-
-    return dict(describe())
 
 
 def _relaxed(recipe: Recipe, comparisons, oracles) -> Recipe:

@@ -236,8 +236,8 @@ class Toy:
     def statement(self, changed: dict | None = None, **fields):
         pairs = {"distinct_prompt_seed_pairs": "2"}  # as every hazard of `rows`
         given = {
-            "limits": required.LIMITS,
-            "not_covered": required.NOT_COVERED,
+            "limits": required.limits("cpu"),
+            "not_covered": required.not_covered("cpu"),
             "happenstance": WHEN,
             "intent": INTENT,
             "seeds": capsule.SEEDS | {"rl": self.recipe.rl["seed"]},

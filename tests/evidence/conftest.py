@@ -110,8 +110,8 @@ def run(recipe):
     def build(**changes):
         fields = {
             "comparisons": rows(recipe),
-            "limits": required.LIMITS,
-            "not_covered": required.NOT_COVERED,
+            "limits": required.limits("cpu"),
+            "not_covered": required.not_covered("cpu"),
             "intent": INTENT,
             "switches": {
                 "distinct_prompt_seed_pairs": "2",  # as every hazard of `row`

@@ -91,9 +91,9 @@ def test_pairs_are_as_many_as_sequences(refusal):
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"torch": "1.0.0"}, "SB0813 kind cpu, torch 1.0.0"),
+        ({"torch": "1.0.0"}, "SB0813 torch 1.0.0"),
         ({"numba": "0.1"}, "SB0813"),
-        ({"kind": "cuda"}, "SB0813 kind cuda"),
+        ({"kind": "cuda"}, "SB0813 chip of cuda"),
         ({"SAMEBITS_ARITHMETIC": "stock"}, "SB0813 platform described by SAMEBITS_ARITHMETIC"),
         ({"isa": ""}, "SB0801"),
         ({"isa": None}, "SB0801"),

@@ -212,7 +212,7 @@ def test_an_added_hook_is_stale(written, recipe, monkeypatch):
     monkeypatch.setattr(
         current,
         "hook_modules",
-        lambda engine, gdn: [*real(engine, gdn), *(["samebits.plan"] if engine == "vllm" else [])],
+        lambda engine, *of: [*real(engine, *of), *(["samebits.plan"] if engine == "vllm" else [])],
     )
     assert evidence.verify(recipe.folder).stale == ("hooks/vllm changed",)
 
@@ -223,6 +223,20 @@ def test_hooks_of_linear_attention_count_only_where_it_is_bound(engine):
     assert hybrid - dense == {name for name in hybrid if ".gdn" in name} != set()
     named = [{"name": "implementation/gdn.core.cpu.1"}, {"name": "implementation/rope.cpu.1"}]
     assert pairs.has_states(named) and not pairs.has_states(named[1:])
+
+
+def test_hooks_of_the_other_platform_do_not_count():
+    cpu, gpu = (set(current.hook_modules("vllm", False, p)) for p in ("cpu", "sm90"))
+    assert gpu - cpu == {name for name in gpu if ".cuda" in name}
+    assert cpu - gpu == {name for name in cpu if ".cpu_" in name} != set()
+    trainer = (current.hook_modules("megatron", False, p) for p in ("cpu", "sm90"))
+    assert len(set(map(tuple, trainer))) == 1
+
+
+def test_sources_say_their_platform():
+    hooks = {"name": "hooks/vllm"}
+    assert current.platform_of([hooks, {"name": "implementation/gemm.row.cpu.1"}]) == "cpu"
+    assert current.platform_of([hooks, {"name": "implementation/gemm.row.sm90.1"}]) == "sm90"
 
 
 def test_another_or_a_missing_contract_is_stale(written, recipe):
