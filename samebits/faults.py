@@ -107,15 +107,15 @@ def _scale_rounded() -> None:
 
     from samebits.ops import attention
 
-    def rounded(right):
+    def rounded(right, place: int):
         @functools.wraps(right)
-        def attend(*args):
-            *tensors, scale = args
-            return right(*tensors, float(torch.tensor(scale).bfloat16()))
+        def attend(*args, **options):
+            scale = float(torch.tensor(args[place]).bfloat16())
+            return right(*args[:place], scale, *args[place + 1 :], **options)
 
         return attend
 
-    attention.paged, attention.varlen = rounded(attention.paged), rounded(attention.varlen)
+    attention.paged, attention.varlen = rounded(attention.paged, 6), rounded(attention.varlen, 4)
 
 
 def _logits_rounded() -> None:

@@ -25,9 +25,8 @@ from samebits import files
 from samebits.bench import gpu_attention, gpu_gates, gpu_gdn
 from samebits.bench.gpu_timing import Calls, Row, medians, row
 from samebits.errors import SamebitsError
-from samebits.ops import gpu
+from samebits.ops import gemm, gpu
 from samebits.ops.attention import triton as attention
-from samebits.ops.gemm import triton as gemm
 from samebits.ops.logprob import triton as logprob
 from samebits.ops.rms_norm import triton as rms_norm
 from samebits.ops.rotary import triton as rotary
@@ -165,9 +164,9 @@ def attention_rows() -> Iterator[Row]:
         q = torch.randn(requests, heads, size, device="cuda").bfloat16()
         k, v = (torch.randn(of_keys, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         table = torch.randperm(requests * tokens // 16, device="cuda").int().view(requests, -1)
-        lengths = integers(*[tokens] * requests)
+        lengths, starts = integers(*[tokens] * requests), integers(*range(requests + 1))
         kc, vc = (x.view(-1, 16, key_heads, size) for x in (k, v))
-        ours = partial(attention.decode, q, kc, vc, table, lengths, tokens, scale)
+        ours = partial(attention.decode, q, kc, vc, table, starts, lengths, tokens, scale)
         # [R, G, T, D] in memory: the layout torch reads fastest.
         k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
         native = partial(_native, q=q[:, :, None], k=k, v=v, causal=False)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from samebits.bench.gpu_gates import Tally, bf16
+from samebits.bench.gpu_gates import Tally
 from samebits.ops.attention import reference_sm90 as law
 from samebits.ops.attention import triton as attention
+from samebits.ops.gemm.operands_sm90 import bf16
 
 FINITE = ("normal", "wide", "equal", "zeros", "subnormal", "cancel")
 KINDS = (*FINITE, "overflow", "nan", "underflow")
@@ -158,7 +159,8 @@ def _views(tally: Tally, kind: str, q, k, v, y, source: torch.Generator) -> None
 
         def decoded(kc=kc, vc=vc, each=each) -> torch.Tensor:
             ends = (steps + 1).int()
-            return attention.decode(q[steps], kc, vc, each, ends, length + 300, scale)
+            of = torch.arange(len(steps) + 1, device="cuda").int()
+            return attention.decode(q[steps], kc, vc, each, of, ends, length + 300, scale)
 
         for run in (sliced, lambda sliced=sliced: _replayed(sliced)):
             tally.require(what + ", slices", run(), y[tokens])

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from samebits.errors import Different, NotObserved
+from samebits.ops import gemm
 from samebits.ops.gemm import reference_sm90, smallest_sm90
-from samebits.ops.gemm import triton as gemm
+from samebits.ops.gemm import triton as tiles
+from samebits.ops.gemm.operands_sm90 import FINITE, KINDS, bf16, differing, operands, source
 from samebits.ops.logprob import reference_sm90 as logprob_law
 from samebits.ops.logprob import triton as logprob
 from samebits.ops.reference import fma32
@@ -28,11 +30,7 @@ from samebits.plan import ReductionPlan
 ROWS = (*range(1, 18), 64, 256, 4096, 16384)
 LAW_ROWS = 256
 ROWS_LOGPROB = 64
-FINITE = ("normal", "wide", "wider", "subnormal", "tiny operand", "zeros", "ties", "cancel")
-KINDS = (*FINITE, "overflow", "nan")
 HAZARDS = ("tie", "subnormal", "zero", "infinity", "nan")
-_INT = {2: torch.int16, 4: torch.int32}
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Tally:
@@ -46,9 +44,8 @@ class Tally:
 
     def require(self, what: str, ours: torch.Tensor, law: torch.Tensor) -> None:
         """SB0440 unless all bits agree. Where the law has a NaN ours must have one, of any kind."""
-        kind = _INT[law.element_size()]
-        bad = (ours.view(kind) != law.view(kind)) & ~(ours.isnan() & law.isnan())
-        count = int(bad.sum()) if ours.shape == law.shape and ours.dtype == law.dtype else -1
+        alike = ours.shape == law.shape and ours.dtype == law.dtype
+        count = int(differing(ours, law)) if alike else -1
         self.elements += law.numel()
         self.comparisons += 1
         if count:
@@ -89,69 +86,12 @@ class Tally:
         return f"{line}; {found}" if found else line
 
 
-def bf16(shape: tuple[int, ...], low: int, high: int, source: torch.Generator) -> torch.Tensor:
-    """Either sign, random mantissa, exponents uniform in [low, high); -127 gives subnormals."""
-
-    def draw(start: int, stop: int) -> torch.Tensor:
-        return torch.randint(start, stop, shape, generator=source, device="cuda")
-
-    bits = (draw(0, 2) << 15) | (draw(low + 127, high + 127) << 7) | draw(0, 128)
-    return torch.where(bits > 32767, bits - 65536, bits).to(torch.int16).view(torch.bfloat16)
-
-
-def operands(kind: str, m: int, n: int, k: int, source: torch.Generator) -> Pair:
-    """x [m, k] and w [n, k] bf16 on the GPU."""
-
-    def both(low: int, high: int) -> Pair:
-        return bf16((m, k), low, high, source), bf16((n, k), low, high, source)
-
-    def uniform(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=source, device="cuda")
-
-    if kind == "normal":
-        x, w = (torch.randn(r, k, generator=source, device="cuda") for r in (m, n))
-        return x.bfloat16(), (w * 0.02).bfloat16()
-    if kind == "ties":  # small integers: exact sums, many halfway between two bf16
-        x, w = (
-            torch.randint(-16, 17, (r, k), generator=source, device="cuda").bfloat16()
-            for r in (m, n)
-        )
-        return x, w
-    if kind == "zeros":  # of both signs, and few other terms
-        x, w = both(-2, 2)
-        return torch.where(uniform(m, k) < 0.9, x * 0, x), torch.where(
-            uniform(n, k) < 0.5, w * 0, w
-        )
-    if kind == "cancel":  # the second half of a leaf takes the first one back, in another order
-        x, w = both(-8, 8)
-        half = k // 2
-        x[:, half : 2 * half] = -x[:, :half].flip(1)
-        w[:, half : 2 * half] = w[:, :half].flip(1)
-        return x, w
-    if kind == "nan":
-        x, w = both(-8, 8)
-        return torch.where(uniform(m, k) < 0.2 / k, torch.nan, x), w
-    if kind == "tiny operand":
-        return bf16((m, k), -127, -120, source), bf16((n, k), -10, 60, source)
-    low, high = {
-        "wide": (-8, 8),
-        "wider": (-50, 50),
-        "subnormal": (-72, -62),
-        "overflow": (50, 66),
-    }[kind]
-    return both(low, high)
-
-
-def _source(seed: int) -> torch.Generator:
-    return torch.Generator("cuda").manual_seed(seed)
-
-
 def gate_law() -> str:
     """The smallest kernel has the bits of the integer reference: sums, leaves, tails of K."""
     tally = Tally("law")
     for seed, kind in enumerate(FINITE):
         for k, leaves in ((16, 1), (500, 1), (512, 4), (2048, 1)):
-            x, w = operands(kind, 19, 40, k, _source(seed))
+            x, w = operands(kind, 19, 40, k, source(seed))
             plan = ReductionPlan(leaves)
             law = reference_sm90.accumulate(x, w, plan)
             tally.note(law)
@@ -159,26 +99,28 @@ def gate_law() -> str:
     return tally.close(("tie", "subnormal", "zero"))
 
 
-def _call(n: int, leaves: int) -> tuple[Callable[..., torch.Tensor], torch.dtype]:
-    if leaves > 1:
-        return lambda x, w: gemm.row_parallel(x, w, ReductionPlan(leaves)), torch.bfloat16
-    return (gemm.lm_head, torch.float32) if n > 2**16 else (gemm.linear, torch.bfloat16)
+def _call(leaves: int, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    if dtype == torch.float32:
+        return gemm.lm_head
+    if leaves == 1:
+        return gemm.linear
+    return lambda x, w: gemm.row_parallel(x, w, ReductionPlan(leaves))
 
 
 def gate_gemm() -> str:
     """Every tile of the table, every kind of operand, every M of ROWS, twice."""
     tally = Tally("gemm")
-    for seed, (n, k, leaves) in enumerate(sorted(gemm.table())):
-        call, dtype = _call(n, leaves)
+    for seed, (n, k, leaves, dtype) in enumerate(sorted(tiles.table(), key=str)):
+        call = _call(leaves, dtype)
         for kind in KINDS:
-            source = _source(seed)
-            x, w = operands(kind, LAW_ROWS, n, k, source)
+            random = source(seed)
+            x, w = operands(kind, LAW_ROWS, n, k, random)
             law = smallest_sm90.accumulate(x, w, ReductionPlan(leaves))
             tally.note(law)
             law = law.to(dtype)
             for m in ROWS:
                 # Rows beyond the law's are copies in random order: each must keep its bits.
-                rows = torch.randint(0, LAW_ROWS, (m,), generator=source, device="cuda")
+                rows = torch.randint(0, LAW_ROWS, (m,), generator=random, device="cuda")
                 if m <= LAW_ROWS:
                     rows = torch.arange(m, device="cuda")
                 batch = x[rows]
@@ -195,12 +137,12 @@ def gate_gemm() -> str:
 def gate_rms_norm() -> str:
     """RMSNorm against its law on extreme exponents, zeros and NaN; the tally as one line."""
     tally = Tally("rms_norm")
-    source = _source(1)
+    random = source(1)
     for n in (128, 576, 4096, 5120, 12288):
         for low, high in ((-8, 8), (-127, -60), (30, 64), (-60, 60)):
-            x, h = (bf16((37, n), low, high, source) for _ in range(2))
+            x, h = (bf16((37, n), low, high, random) for _ in range(2))
             x[0], x[1], x[2, 5] = 0, -0.0, torch.nan
-            w = bf16((n,), -3, 3, source)
+            w = bf16((n,), -3, 3, random)
             what = f"n {n}, exponents {low} to {high}"
             tally.require(what, rms_norm.rms_norm(x, w, 1e-6), rms_law.rms_norm(x, w, 1e-6))
             y, added = rms_norm.add_rms_norm(x, h, w, 1e-6)
@@ -214,7 +156,7 @@ def gate_silu_mul() -> str:
     tally = Tally("silu_mul")
     bits = torch.arange(65536, device="cuda") - 32768
     gate = bits.to(torch.int16).view(torch.bfloat16).repeat(8, 1)
-    up = bf16((8, 65536), -100, 100, _source(2))
+    up = bf16((8, 65536), -100, 100, source(2))
     pair = torch.cat([gate, up], dim=1)
     tally.require("all gates", silu_mul.silu_mul(pair), silu_law.silu_mul(pair))
     return tally.close()
@@ -223,13 +165,13 @@ def gate_silu_mul() -> str:
 def gate_rotary() -> str:
     """The steps of the CPU's reference, on angles of a real table's range."""
     tally = Tally("rotary")
-    source = _source(3)
+    random = source(3)
     for length, turning, tokens, heads in ((128, 128, 77, 8), (192, 64, 20, 3), (64, 64, 33, 1)):
         half = turning // 2
-        angles = torch.rand(4096, half, generator=source, device="cuda") * 6.3
+        angles = torch.rand(4096, half, generator=random, device="cuda") * 6.3
         table = torch.cat([angles.cos(), angles.sin()], dim=1)
-        position = torch.randint(0, 4096, (tokens,), generator=source, device="cuda")
-        x = bf16((tokens, heads, length), -127, 100, source)
+        position = torch.randint(0, 4096, (tokens,), generator=random, device="cuda")
+        x = bf16((tokens, heads, length), -127, 100, random)
         c, s = table[position][:, None].split(half, dim=-1)
         x1, x2 = x[..., :half].float(), x[..., half:turning].float()
         y1 = reference_narrow(fma32(x1, c, -(x2 * s)))
@@ -242,17 +184,17 @@ def gate_rotary() -> str:
 def gate_logprob() -> str:
     """Log-probabilities against their law, rows of -inf, inf and NaN included; one line."""
     tally = Tally("logprob")
-    source = _source(4)
+    random = source(4)
     for vocab, leaves in ((151936, 8), (151936, 1), (49152, 8), (1000, 4)):
         for scale in (1.0, 30.0, 1e30):
-            logits = torch.randn(ROWS_LOGPROB, vocab, generator=source, device="cuda") * scale
+            logits = torch.randn(ROWS_LOGPROB, vocab, generator=random, device="cuda") * scale
             logits[1, : vocab // 2] = -torch.inf
             logits[2] = -torch.inf
             logits[3, 7] = torch.nan
             logits[4, 0] = torch.inf
             logits[5] = logits[5].bfloat16().float()  # many equal logits
             logits[6, :-1] = -torch.inf
-            target = torch.randint(0, vocab, (ROWS_LOGPROB,), generator=source, device="cuda")
+            target = torch.randint(0, vocab, (ROWS_LOGPROB,), generator=random, device="cuda")
             plan = ReductionPlan(leaves)
             law = logprob_law.selected(logits, target, plan, vocab)
             tally.note(law)

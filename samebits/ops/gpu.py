@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from samebits.errors import Refused
+from samebits.ops.checks import require_shape
 
 CAPABILITY = (9, 0)
 # ptxas 12.8 miscompiles some wgmma descriptors: silently wrong rows.
@@ -78,17 +79,10 @@ def prepare(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def require(
-    name: str,
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    holds: bool,
-    required: str,
-    dense: bool = True,
-) -> None:
-    """`x` is a contiguous tensor of `dtype` on the current CUDA device (SB0420), and `holds` is
-    true (SB0421). Without `dense` only its last dimension need be contiguous. Triton launches on
-    the current device, wherever the operands are.
+def require_dtype(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+    """`x` is a tensor of `dtype` on the current CUDA device, else SB0420.
+
+    Triton launches on the current device, wherever the operands are.
     """
     here = x.device.type == "cuda" and x.device.index == torch.cuda.current_device()
     if x.dtype != dtype or not here:
@@ -98,11 +92,20 @@ def require(
             required=f"{dtype} on the current CUDA device",
             hint="samebits explain SB0420",
         )
+
+
+def require(
+    name: str,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    holds: bool,
+    required: str,
+    dense: bool = True,
+) -> None:
+    """`x` is a contiguous tensor of `dtype` on the current CUDA device (SB0420), and `holds` is
+    true (SB0421). Without `dense` only its last dimension need be contiguous.
+    """
+    require_dtype(name, x, dtype)
+    require_shape(name, x, holds, required)
     packed = x.is_contiguous() if dense else x.stride(-1) == 1
-    if not holds or not packed:
-        raise Refused(
-            "SB0421",
-            seen=f"{name} has shape {list(x.shape)}, strides {list(x.stride())}",
-            required=f"{required}, contiguous",
-            hint="samebits explain SB0421",
-        )
+    require_shape(name, x, packed, f"contiguous memory, not strides {list(x.stride())}")

@@ -1,6 +1,7 @@
 """Which implementation computes which region, what its constants are, and how often it ran.
 
-An operator package registers one `Implementation` per (region, platform). The contract binds
+Operators register one `Implementation` per (region, platform): a package for "cpu", its module
+`sm90` for Hopper GPUs. The contract binds
 implementations by id and by the content hash of their sources; `served` counts prove that a bound
 region really ran.
 """
@@ -72,6 +73,9 @@ OPERATORS = (
     "output_gate",
 )
 
+# Those of them that have an implementation for Hopper GPUs.
+ON_SM90 = ("embedding", "rms_norm", "gemm", "rotary", "attention", "silu_mul", "logprob")
+
 
 def regions_of(architecture: str) -> tuple[str, ...]:
     """The regions that a model of this architecture computes with, in forward order."""
@@ -125,21 +129,41 @@ def register(implementation: Implementation) -> Implementation:
     return implementation
 
 
-def load_all() -> None:
-    """Import every operator package, so that `implementations` is complete."""
-    for name in OPERATORS:
-        importlib.import_module(f"samebits.ops.{name}")
+# Platform -> the operators that have a module of its name; those of "cpu" are the packages.
+_MODULES = {
+    "cpu": tuple(f"samebits.ops.{name}" for name in OPERATORS),
+    "sm90": tuple(f"samebits.ops.{name}.sm90" for name in OPERATORS if name in ON_SM90),
+}
+
+
+def load_all(platform: str = "cpu") -> None:
+    """Import what registers the implementations of `platform`; SB0405 for an unknown one.
+
+    Those of "sm90" need Triton, and no GPU.
+    """
+    if platform not in _MODULES:
+        raise Refused(
+            "SB0405",
+            seen=f"platform {platform}",
+            required=f"one of {', '.join(_MODULES)}",
+            hint="samebits explain SB0405",
+        )
+    for name in _MODULES[platform]:
+        importlib.import_module(name)
 
 
 def implementations(platform: str = "cpu") -> dict[str, Implementation]:
     """Region -> implementation for one platform, in forward order."""
-    load_all()
+    load_all(platform)
     found = {region: _implementations.get((region, platform)) for region in REGIONS}
     return {region: impl for region, impl in found.items() if impl is not None}
 
 
 def count_served(region: str, rows: int = 1) -> None:
-    """Called by every operator on each call; read back by gates (a bound region must be served)."""
+    """Called by every operator on each call; read back by gates (a bound region must be served).
+
+    A call inside of a CUDA graph counts when it is captured, not when it is replayed.
+    """
     with _lock:
         _served[region] += rows
 

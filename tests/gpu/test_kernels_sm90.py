@@ -19,6 +19,7 @@ from samebits.plan import ReductionPlan
 pytest.importorskip("triton")
 
 from samebits.bench import gpu_gates
+from samebits.ops.gemm import admission_sm90 as admission
 from samebits.ops.gemm import triton as gemm
 
 
@@ -90,22 +91,53 @@ def test_leaves_are_folded_by_the_plan():
     assert not torch.equal(y, ((a + b) + c) + d)
 
 
-def test_every_tile_divides_its_leaf_and_ranges_ascend():
+def fits(tile: gemm.Tile, k: int, leaves: int) -> bool:
+    """Whether a tile's steps end where leaves do, or with one leaf beyond the row, and its
+    subtrees cover the leaves."""
+    return (
+        (leaves == 1 or (k // leaves) % tile.bk == 0)
+        and (tile.kind == "tiles" or leaves % tile.inner == 0 < leaves - tile.inner)
+        and (tile.kind != "serial" or bool(tile.parts in (2, 4) and tile.blocks and not tile.swap))
+    )
+
+
+def test_every_pinned_tile_divides_its_leaf_and_ranges_ascend():
     assert gemm.table()
-    for (n, k, leaves), tiles in gemm.table().items():
+    for (n, k, leaves, _), tiles in gemm.table().items():
         assert [t.rows for t in tiles] == sorted({t.rows for t in tiles})
-        for tile in tiles:
-            assert (k // leaves) % tile.bk == 0 and n % 8 == 0
-            assert tile.kind == "tiles" or leaves % tile.inner == 0 < leaves - tile.inner
-            assert tile.kind != "serial" or (tile.parts in (2, 4) and tile.blocks and not tile.swap)
+        assert n % 8 == 0 == k % 8
+        assert all(fits(tile, k, leaves) for tile in tiles)
+        assert gemm.tile_for(1, (n, k, leaves, torch.int8)) is None
 
 
-def test_a_shape_outside_the_table_is_refused():
+@pytest.mark.parametrize(
+    "k, leaves", [(576, 1), (576, 2), (1536, 2), (40, 1), (8 * 48, 8), (64, 4)]
+)
+def test_every_unpinned_tile_divides_its_leaf_and_ranges_cover_all_rows(k, leaves):
+    tiles = admission.tiles_of((960, k, leaves, torch.bfloat16))
+    assert [t.rows for t in tiles] == sorted({t.rows for t in tiles})
+    assert tiles[-1].rows >= 1 << 24
+    assert all(fits(tile, k, leaves) and tile.bk >= 16 for tile in tiles)
+    tested = admission.rows_of(tiles, 960, 132)
+    assert [tile for tile in tiles if tile not in [t for t, _ in tested]] == []
+    low = 1
+    for tile in tiles:
+        rows = [m for t, m in tested if t == tile]
+        assert min(rows) == low and any(m % tile.bm for m in rows)
+        low = tile.rows + 1
+
+
+@pytest.mark.parametrize("k, leaves", [(4100, 1), (576, 4 * 8), (8 * 40, 8), (36, 1)])
+def test_a_shape_that_no_tile_can_compute_is_refused(k, leaves):
     with pytest.raises(Refused, match="SB0453"):
-        gemm.tile_for(1, 4096, 4112, 1)
-    with pytest.raises(Refused, match="SB0453"):
-        gemm.tile_for(10**6, 4096, 4096, 1)
-    assert gemm.tile_for(1, 4096, 4096, 1).rows < gemm.tile_for(64, 4096, 4096, 1).rows
+        admission.tiles_of((64, k, leaves, torch.bfloat16))
+
+
+def test_a_shape_met_during_a_capture_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(Refused, match="SB0454"):
+        admission.admit(960, 576, 1)
+    assert admission.admitted() == ()
 
 
 @pytest.mark.parametrize("release, accepted", [("12.8", False), ("12.9", True), ("13.0", True)])

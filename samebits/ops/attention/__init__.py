@@ -2,8 +2,8 @@
 
 Keys are cut at multiples of `PARTITION` of the absolute position; partitions are merged ascending
 (`reference.py`). Prefill, any slice of it, decode and training walk the same partitions, and a
-paged cache and contiguous keys give the same bits. Inputs are bf16 CPU tensors; anything else is
-refused (SB0420 dtype or device, SB0421 shape, SB0413 layout, SB0414 geometry, SB0415 tables). A
+paged cache and contiguous keys give the same bits. Inputs are bf16; anything else is refused
+(SB0420 dtype or device, SB0421 shape, SB0413 layout, SB0414 geometry, SB0415 tables). A
 NaN result carries no bit promise: comparisons fail on every NaN.
 """
 
@@ -17,6 +17,7 @@ from samebits.errors import Refused
 from samebits.ops import registry, samples
 from samebits.ops.attention import cpu
 from samebits.ops.attention.cpu import PARTITION
+from samebits.ops.attention.tables import check_packed, check_starts, out_of_range
 from samebits.ops.checks import require_dtype, require_shape
 from samebits.ops.scalar import LANES
 
@@ -32,6 +33,9 @@ def paged(
     seq_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
+    *,
+    most: int | None = None,
+    longest: int | None = None,
 ) -> torch.Tensor:
     """Attention of T query tokens over a paged cache -> [T, H, D] bf16 (written to `out` if given).
 
@@ -42,21 +46,31 @@ def paged(
     query_start  [R + 1] integers, cumulative, 0 to T (rows past query_start[R] are not written)
     seq_lens     [R] integers: keys of request r; its i-th query sits at position
                  seq_lens[r] - (number of its queries) + i and sees the keys up to itself
-    Forward only. Refuses with SB0413 to SB0415, SB0420, SB0421.
+    most         no request has more query tokens, and
+    longest      none has more keys: needed on CUDA, where the host reads no table; else ignored
+    Forward only. Refuses with SB0413 to SB0415, SB0420, SB0421. CUDA tensors: `sm90.paged`, whose
+    schedule and bits are its own.
     """
+    if q.is_cuda:
+        from samebits.ops.attention import sm90
+
+        return sm90.paged(
+            q, key_cache, value_cache, block_table, query_start, seq_lens, scale, out,
+            most=most, longest=longest,
+        )  # fmt: skip
     _check_operands(q, key_cache, value_cache, rank=4, scale=scale)
     blocks, block_size, key_heads, _ = key_cache.shape
     starts, lengths = _integers(query_start), _integers(seq_lens)
     table = _integers(block_table)
-    _check_starts(starts, lengths, tokens=q.shape[0])
+    check_starts(starts, lengths, tokens=q.shape[0])
     if table.ndim != 2 or table.shape[0] != len(lengths):
-        raise _out_of_range(f"block_table {list(table.shape)}", f"[{len(lengths)}, max blocks]")
+        raise out_of_range(f"block_table {list(table.shape)}", f"[{len(lengths)}, max blocks]")
     pages = -(-lengths // block_size)
     used = np.arange(table.shape[1]) < pages[:, None]
     bad = ((table < 0) | (table >= blocks)) & used
     if bad.any() or (pages > table.shape[1]).any():
         request = int(np.argmax(bad.any(1) | (pages > table.shape[1])))
-        raise _out_of_range(
+        raise out_of_range(
             f"request {request}: {lengths[request]} keys, blocks {table[request, :8].tolist()}",
             f"blocks of {block_size} for every key, each in [0, {blocks})",
         )
@@ -96,17 +110,15 @@ def varlen(
     q [T, H, D], k and v [T, G, D] bf16, G divides H, the last dimension contiguous; cu_seqlens
     [B + 1] integers, cumulative, 0 to T. The bits of a token are those of `paged`. The backward is
     computed in fp32 per sequence and rounded once. Refuses with SB0413 to SB0415, SB0420, SB0421.
+    CUDA tensors: `sm90.varlen`.
     """
+    if q.is_cuda:
+        from samebits.ops.attention import sm90
+
+        return sm90.varlen(q, k, v, cu_seqlens, scale)
     _check_operands(q, k, v, rank=3, scale=scale)
     starts = _integers(cu_seqlens)
-    if starts.ndim != 1 or len(starts) < 1 or k.shape[0] != q.shape[0]:
-        raise _out_of_range(
-            f"cu_seqlens {list(starts.shape)}, q {list(q.shape)}, k {list(k.shape)}",
-            "cu_seqlens [B + 1] and as many keys as queries",
-        )
-    _check_starts(starts, np.diff(starts), tokens=q.shape[0])
-    if starts[-1] != q.shape[0]:
-        raise _out_of_range(f"cu_seqlens ends at {starts[-1]}", f"{q.shape[0]} tokens")
+    check_packed(q, k, starts)
     registry.count_served("attention", q.shape[0])
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Varlen.apply(q, k, v, starts, scale)
@@ -174,23 +186,6 @@ def _sequence_gradients(q, k, v, grad, scale):
 
 def _integers(x: torch.Tensor) -> np.ndarray:
     return x.detach().numpy().astype(np.int64)
-
-
-def _out_of_range(seen: str, required: str) -> Refused:
-    return Refused("SB0415", seen=seen, required=required, hint="samebits explain SB0415")
-
-
-def _check_starts(starts: np.ndarray, lengths: np.ndarray, tokens: int) -> None:
-    if starts.ndim != 1 or lengths.ndim != 1 or len(starts) != len(lengths) + 1:
-        raise _out_of_range(
-            f"starts {list(starts.shape)}, lengths {list(lengths.shape)}", "[R + 1] and [R]"
-        )
-    counts = np.diff(starts)
-    if starts[0] != 0 or (counts < 0).any() or starts[-1] > tokens or (counts > lengths).any():
-        raise _out_of_range(
-            f"starts {starts.tolist()[:9]}, lengths {lengths.tolist()[:8]}, {tokens} tokens",
-            "starts ascending from 0 within the tokens, lengths that cover the queries",
-        )
 
 
 def _check_operands(

@@ -176,7 +176,7 @@ def _rows(
 
 @triton.jit
 def _partitions(
-    q_ptr, k_ptr, v_ptr, m_ptr, w_ptr, o_ptr, lengths_ptr, table_ptr, table_stride,
+    q_ptr, k_ptr, v_ptr, m_ptr, w_ptr, o_ptr, starts_ptr, lengths_ptr, table_ptr, table_stride,
     qt, qh, kb, ks, kh, vb, vs, vh, c, COUNT,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, PARTITION: tl.constexpr,
@@ -186,12 +186,14 @@ def _partitions(
     number = tl.program_id(0)
     kv = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_ptr + request)
-    if number * PARTITION < length:
+    token = tl.load(starts_ptr + request).to(tl.int64)
+    asks = tl.load(starts_ptr + request + 1) > token
+    if asks & (number * PARTITION < length):
         table = table_ptr + request * table_stride
         d = tl.arange(0, D)
         i = tl.arange(0, ROWS)
         head = kv * GROUP + i
-        q_at = q_ptr + request * qt + head[:, None] * qh + d[None, :]
+        q_at = q_ptr + token * qt + head[:, None] * qh + d[None, :]
         q = tl.load(q_at, mask=(i < GROUP)[:, None], other=0.0)
         k_ptr += kv * kh
         v_ptr += kv * vh
@@ -216,28 +218,32 @@ def _partitions(
 
 @triton.jit
 def _finish(
-    m_ptr, w_ptr, o_ptr, y_ptr, lengths_ptr, c, COUNT,
+    m_ptr, w_ptr, o_ptr, y_ptr, starts_ptr, lengths_ptr, c, COUNT,
     D: tl.constexpr, PARTITION: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Merge one request and head's partitions, ascending."""
+    """Merge one request and head's partitions, ascending, into the row of its token."""
     request = tl.program_id(1).to(tl.int64)
-    row = request * tl.num_programs(0) + tl.program_id(0)
-    count = tl.cdiv(tl.load(lengths_ptr + request), PARTITION)
-    d = tl.arange(0, D)
-    top = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    out = tl.zeros((1, D), tl.float32)
-    one = tl.arange(0, 1)
-    for base in tl.range(0, count, MERGE):
-        for step in tl.static_range(0, MERGE):
-            at = row * COUNT + base + step + one
-            there = base + step < count
-            m = tl.load(m_ptr + at, mask=there, other=float("-inf"))
-            w = tl.load(w_ptr + at, mask=there, other=0.0)
-            o = tl.load(o_ptr + at[:, None] * D + d[None, :], mask=there, other=0.0)
-            top, total, out = _merge(top, total, out, m, w, o, c)
-    y = tl.div_rn(out, tl.broadcast_to(total[:, None], out.shape)) + 0.0
-    tl.store(y_ptr + row * D + d[None, :], y.to(tl.bfloat16))
+    heads = tl.num_programs(0)
+    token = tl.load(starts_ptr + request).to(tl.int64)
+    if tl.load(starts_ptr + request + 1) > token:
+        row = request * heads + tl.program_id(0)
+        count = tl.cdiv(tl.load(lengths_ptr + request), PARTITION)
+        d = tl.arange(0, D)
+        top = tl.full((1,), float("-inf"), tl.float32)
+        total = tl.zeros((1,), tl.float32)
+        out = tl.zeros((1, D), tl.float32)
+        one = tl.arange(0, 1)
+        for base in tl.range(0, count, MERGE):
+            for step in tl.static_range(0, MERGE):
+                at = row * COUNT + base + step + one
+                there = base + step < count
+                m = tl.load(m_ptr + at, mask=there, other=float("-inf"))
+                w = tl.load(w_ptr + at, mask=there, other=0.0)
+                o = tl.load(o_ptr + at[:, None] * D + d[None, :], mask=there, other=0.0)
+                top, total, out = _merge(top, total, out, m, w, o, c)
+        y = tl.div_rn(out, tl.broadcast_to(total[:, None], out.shape)) + 0.0
+        y_at = y_ptr + (token * heads + tl.program_id(0)) * D + d[None, :]
+        tl.store(y_at, y.to(tl.bfloat16))
 
 
 @triton.jit
@@ -268,7 +274,7 @@ def varlen(
     q [T, H, D], k and v [T, G, D]; starts [B + 1] int32 on the GPU, cumulative, 0 to T; no sequence
     is longer than `longest`.
     """
-    _check(q, k, v, 3, scale, starts)
+    _check(q, k, v, 3, scale, starts=starts)
     y = q.new_empty(q.shape)
     _launch(q, k, v, y, starts, None, None, longest, scale, geometry)
     return y
@@ -284,15 +290,16 @@ def paged(
     most: int,
     scale: float,
     geometry: Rows = ROWS,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of T query tokens over a paged cache -> [T, H, D] bf16; any slice of a prefill.
 
     The caches are [blocks, page, G, D], page 16, 32 or 64; table [R, most blocks], starts [R + 1]
     and lengths [R] as in `samebits.ops.attention.paged`, int32 on the GPU. No request has more than
-    `most` query tokens.
+    `most` query tokens. Written to `out` if given, contiguous as q is shaped.
     """
-    _check(q, key_cache, value_cache, 4, scale, table, starts, lengths)
-    y = q.new_empty(q.shape)
+    _check(q, key_cache, value_cache, 4, scale, starts=starts, lengths=lengths, table=table)
+    y = q.new_empty(q.shape) if out is None else out
     _launch(q, key_cache, value_cache, y, starts, lengths, table, most, scale, geometry)
     return y
 
@@ -302,19 +309,21 @@ def decode(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     table: torch.Tensor,
+    starts: torch.Tensor,
     lengths: torch.Tensor,
     longest: int,
     scale: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`paged` with one query token for each request, q [R, H, D]: partitions run side by side.
+    """`paged` with at most one query token for each request: partitions run side by side.
 
     No request has more than `longest` keys; the launch, and so a CUDA graph, covers that many.
     """
-    _check(q, key_cache, value_cache, 4, scale, table, lengths)
-    requests, heads, size = q.shape
-    key_heads = key_cache.shape[2]
+    _check(q, key_cache, value_cache, 4, scale, starts=starts, lengths=lengths, table=table)
+    heads, size = q.shape[1:]
+    requests, key_heads = lengths.shape[0], key_cache.shape[2]
     count = triton.cdiv(longest, PARTITION)
-    y = q.new_empty(q.shape)
+    y = q.new_empty(q.shape) if out is None else out
     if not requests:
         return y
     m = q.new_empty((requests, heads, count), dtype=torch.float32)
@@ -322,14 +331,14 @@ def decode(
     c = factor(scale)
     group = heads // key_heads
     _partitions[(count, key_heads, requests)](
-        q, key_cache, value_cache, m, w, o, lengths, table, table.stride(0),
+        q, key_cache, value_cache, m, w, o, starts, lengths, table, table.stride(0),
         q.stride(0), q.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], c, count,
         GROUP=group, D=size, PAGE=key_cache.shape[1], ROWS=max(16, triton.next_power_of_2(group)),
         TILE=TILE, PARTITION=PARTITION, num_warps=DECODE[0], num_stages=DECODE[1], **gpu.POLICY,
     )  # fmt: skip
     _finish[(heads, requests)](
-        m, w, o, y, lengths, c, count, D=size, PARTITION=PARTITION, MERGE=MERGE, num_warps=1,
-        **gpu.POLICY,
+        m, w, o, y, starts, lengths, c, count, D=size, PARTITION=PARTITION, MERGE=MERGE,
+        num_warps=1, **gpu.POLICY,
     )  # fmt: skip
     return y
 
@@ -357,14 +366,16 @@ def _launch(q, k, v, y, starts, lengths, table, most, scale, geometry: Rows) -> 
     )  # fmt: skip
 
 
-def _check(q, k, v, rank: int, scale: float, *tables: torch.Tensor) -> None:
+def _check(q, k, v, rank: int, scale: float, **tables: torch.Tensor) -> None:
     gpu.prepare(q.device.index or 0)
     gpu.require("q", q, torch.bfloat16, q.dim() == 3, "[T, H, D]", dense=False)
     for name, x in (("keys", k), ("values", v)):
         holds = x.dim() == rank and x.shape == k.shape and x.shape[-1] == q.shape[-1]
         gpu.require(name, x, torch.bfloat16, holds, f"{rank} dimensions, the last as q's", False)
-    for x in tables:
-        gpu.require("table, starts or lengths", x, torch.int32, True, "int32")
+    requests = tables["starts"].shape[0] - 1
+    for name, x in tables.items():
+        fits = x.shape[:1] == (requests + (name == "starts"),) and x.dim() == 1 + (name == "table")
+        gpu.require(name, x, torch.int32, fits, f"one entry for each of {requests} requests", False)
     require_geometry(q.shape[1], k.shape[-2], q.shape[2], k.shape[1] if rank == 4 else None, scale)
 
 

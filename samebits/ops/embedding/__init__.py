@@ -40,8 +40,13 @@ def lookup(
 
     Differentiable in weight: gradient rows are added in fp32 in the order of `ids`, rounded once;
     each rank gets the gradient of its own rows. Refuses other dtypes (SB0420), shapes (SB0421),
-    ids that no rank owns (SB0422), and shards that do not tile the table (SB0423).
+    ids that no rank owns (SB0422), and shards that do not tile the table (SB0423). CUDA tensors:
+    `sm90.lookup`.
     """
+    if weight.is_cuda:
+        from samebits.ops.embedding import sm90
+
+        return sm90.lookup(ids, weight, start, group)
     require_dtype("ids", ids, torch.int64)
     require_dtype("weight", weight, torch.bfloat16)
     require_shape("weight", weight, weight.dim() == 2 and weight.numel() > 0, "[V_local, H]")

@@ -1,9 +1,9 @@
 """Matrix products of bf16 operands with an fp32 accumulator, invariant to everything but their row.
 
 Every output element is one dot product whose schedule (`reference.py`) depends on K and on the
-number of leaves only. Inputs are bf16 CPU tensors; weights are [N, K], contiguous. Anything else is
-refused (SB0420 dtype or device, SB0421 shape, SB0413 layout). A NaN result carries no bit promise:
-comparisons fail on every NaN.
+number of leaves only. Inputs are bf16; weights are [N, K], contiguous. Anything else is refused
+(SB0420 dtype or device, SB0421 shape, SB0413 layout). A NaN result carries no bit promise:
+comparisons fail on every NaN. CUDA tensors go to `sm90`, whose schedule and bits are its own.
 
 All functions are differentiable. Gradients are fp32 matrix products rounded once to bf16; they
 carry no bit contract.
@@ -29,6 +29,10 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -
     Lanes of fp32 fma over K, folded by halves, rounded once; `bias` [N] bf16 is then added in fp32
     and rounded again. Refuses with SB0413, SB0420, SB0421.
     """
+    if x.is_cuda:
+        from samebits.ops.gemm import sm90
+
+        return sm90.linear(x, w, bias)
     _check(x, w, bias)
     registry.count_served("gemm.column", _rows(x))
     y = _matmul(x, w, 1, torch.bfloat16)
@@ -37,6 +41,10 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -
 
 def lm_head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """As `linear`, but returns the fp32 accumulator [..., N] without rounding."""
+    if x.is_cuda:
+        from samebits.ops.gemm import sm90
+
+        return sm90.lm_head(x, w)
     _check(x, w, None)
     registry.count_served("gemm.lm_head", _rows(x))
     return _matmul(x, w, 1, torch.float32)
@@ -57,6 +65,10 @@ def row_parallel(
     slice. Refuses with SB0402 (K does not divide), SB0403 (group does not divide the leaves),
     SB0413, SB0420, SB0421.
     """
+    if x.is_cuda:
+        from samebits.ops.gemm import sm90
+
+        return sm90.row_parallel(x, w, plan, group)
     _check(x, w, None)
     size, _ = place(group)
     local = plan.local(size)

@@ -1,9 +1,8 @@
 """Matrix products on Hopper; the schedule is `sm90` in the README, the law `reference_sm90.py`.
 
-Operands are contiguous bf16 CUDA tensors, x [M, K] and w [N, K]. Anything else is refused (SB0420
-dtype or device, SB0421 shape). Tiles come from `tiles_sm90.json`, one entry for each (N, K,
-leaves, range of M), every one admitted by the bit gates of `samebits.bench.gpu`; a shape outside
-the table is refused (SB0453).
+`launch` computes one product with one tile. Tiles are pinned in `tiles_sm90.json`, one entry for
+each (N, K, leaves, output, range of M), every one admitted by the bit gates of
+`samebits.bench.gpu`; what they do not cover, `admission_sm90` does.
 """
 
 from __future__ import annotations
@@ -17,10 +16,13 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from samebits.errors import Refused
 from samebits.ops import gpu
 from samebits.ops.gemm import kernels_sm90 as kernels
 from samebits.plan import ReductionPlan
+
+OUTPUTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# N, K, leaves, dtype of the output.
+Shape = tuple[int, int, int, torch.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,74 +53,35 @@ class Tile:
 
 
 @functools.cache
-def table() -> dict[tuple[int, int, int], tuple[Tile, ...]]:
-    """(N, K, leaves) -> tiles, by ascending `rows`."""
+def table() -> dict[Shape, tuple[Tile, ...]]:
+    """Shape -> tiles, by ascending `rows`."""
     entries = json.loads(Path(__file__).with_name("tiles_sm90.json").read_text())
     return {
-        (entry["n"], entry["k"], entry["leaves"]): tuple(Tile(**t) for t in entry["tiles"])
+        (entry["n"], entry["k"], entry["leaves"], OUTPUTS[entry.get("output", "bf16")]): tuple(
+            Tile(**t) for t in entry["tiles"]
+        )
         for entry in entries
     }
 
 
-def tile_for(m: int, n: int, k: int, leaves: int) -> Tile:
-    """The pinned tile; SB0453 where the table has none."""
-    for tile in table().get((n, k, leaves), ()):
-        if m <= tile.rows:
-            return tile
-    raise Refused(
-        "SB0453",
-        seen=f"M = {m}, N = {n}, K = {k}, {leaves} leaves",
-        required="an entry of samebits/ops/gemm/tiles_sm90.json",
-        hint="samebits explain SB0453",
-    )
+def tile_for(m: int, shape: Shape) -> Tile | None:
+    """The pinned tile; None where the table has none."""
+    return next((tile for tile in table().get(shape, ()) if m <= tile.rows), None)
 
 
-def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """[M, N] bf16: one leaf, one rounding."""
-    return _matmul(x, w, ReductionPlan(1), torch.bfloat16)
+def launch(tile: Tile, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, leaves: int) -> None:
+    """y [M, N] = x [M, K] times w [N, K], transposed: folded leaves, rounded to the dtype of y.
 
-
-def lm_head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """[M, N] fp32: as `linear`, the accumulator not rounded."""
-    return _matmul(x, w, ReductionPlan(1), torch.float32)
-
-
-def row_parallel(x: torch.Tensor, w: torch.Tensor, plan: ReductionPlan) -> torch.Tensor:
-    """[M, N] bf16: one leaf for each of `plan.leaves`, folded by its tree in fp32, rounded once.
-
-    SB0402 where K does not divide.
+    x and w bf16, y bf16 or fp32, on the current CUDA device, contiguous, from 16-byte aligned
+    addresses; M > 0. Columns of y beyond the rows of w come out as +0.
     """
-    return _matmul(x, w, plan, torch.bfloat16)
-
-
-def _matmul(
-    x: torch.Tensor, w: torch.Tensor, plan: ReductionPlan, dtype: torch.dtype
-) -> torch.Tensor:
     processors = gpu.prepare(x.device.index or 0)
-    gpu.require("w", w, torch.bfloat16, w.dim() == 2, "[N, K]")
-    gpu.require("x", x, torch.bfloat16, x.dim() == 2 and x.shape[1:] == w.shape[1:], "[M, K]")
-    length = plan.cuts(x.shape[1])[0][1]
-    y = x.new_empty((x.shape[0], w.shape[0]), dtype=dtype)
-    if x.shape[0]:
-        tile = tile_for(x.shape[0], w.shape[0], x.shape[1], plan.leaves)
-        _launch(tile, x, w, y, length, plan.leaves, processors)
-    return y
-
-
-def _launch(
-    tile: Tile,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    y: torch.Tensor,
-    length: int,
-    leaves: int,
-    processors: int,
-) -> None:
-    m, n = y.shape
+    (m, k), n = x.shape, y.shape[1]
     count = triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn)
     blocks = min(count, processors * tile.blocks) if tile.blocks else count
-    x_desc = TensorDescriptor.from_tensor(x, [tile.bm, tile.bk])
-    w_desc = TensorDescriptor.from_tensor(w, [tile.bn, tile.bk])
+    x_desc = _descriptor(x, tile.bm, tile.bk)
+    w_desc = _descriptor(w, tile.bn, tile.bk)
+    length = ReductionPlan(leaves).cuts(k)[0][1]
     sizes = {"LENGTH": length, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk}
     if tile.kind == "tiles":
         sizes |= {"LEAVES": leaves}
@@ -132,7 +95,7 @@ def _launch(
             x_desc, w_desc, y, part, arrived, m, n, **sizes, SWAP=tile.swap, **options
         )
         return
-    y_desc = TensorDescriptor.from_tensor(y, [tile.bm, tile.bn // tile.parts])
+    y_desc = _descriptor(y, tile.bm, tile.bn // tile.parts)
     if tile.kind == "serial":
         part = y.new_empty(blocks * 3 * tile.bm * tile.bn, dtype=torch.float32)
         kernels.serial[(blocks,)](
@@ -145,3 +108,8 @@ def _launch(
         **sizes, GROUP=tile.group, SWAP=tile.swap, FLATTEN=bool(tile.flatten),
         PARTS=tile.parts, **options,
     )  # fmt: skip
+
+
+def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    # The stride of a single row may be anything; the descriptor's must be a multiple of 16 bytes.
+    return TensorDescriptor(x, list(x.shape), [x.shape[1], 1], [rows, columns])

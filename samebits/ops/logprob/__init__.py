@@ -33,10 +33,22 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
     return logits.contiguous()
 
 
-def _vocabulary(logits: torch.Tensor, vocab: int | None, columns: int) -> int:
+def vocabulary(logits: torch.Tensor, vocab: int | None, columns: int) -> int:
+    """`vocab`, by default all `columns` of all ranks; SB0421 where it has more."""
     size = columns if vocab is None else vocab
     require_shape("logits", logits, 0 < size <= columns, f"at least {size} columns over all ranks")
     return size
+
+
+def require_no_gradient(logits: torch.Tensor) -> None:
+    """Refuses, with SB0434, logits whose whole rows would need a gradient."""
+    if torch.is_grad_enabled() and logits.requires_grad:
+        raise Refused(
+            "SB0434",
+            seen="log_softmax of logits that require a gradient",
+            required="torch.no_grad, or logprob.selected",
+            hint="samebits explain SB0434",
+        )
 
 
 def _require_distribution(roots: torch.Tensor) -> None:
@@ -59,17 +71,16 @@ def log_softmax(
     `vocab` is the true vocabulary; padded columns beyond it are not read and come out as -inf.
     Entry for entry the bits of `selected`. Not differentiable (refuses a tensor that asks for a
     gradient while gradients are on, SB0434). Refuses other dtypes (SB0420), shapes (SB0421), a
-    vocabulary that the plan cannot cut (SB0402), and rows without a distribution (SB0430).
+    vocabulary that the plan cannot cut (SB0402), and rows without a distribution (SB0430). CUDA
+    tensors: `sm90.log_softmax`.
     """
-    if torch.is_grad_enabled() and logits.requires_grad:
-        raise Refused(
-            "SB0434",
-            seen="log_softmax of logits that require a gradient",
-            required="torch.no_grad, or logprob.selected",
-            hint="samebits explain SB0434",
-        )
+    if logits.is_cuda:
+        from samebits.ops.logprob import sm90
+
+        return sm90.log_softmax(logits, plan, vocab)
+    require_no_gradient(logits)
     logits = _rows(logits)
-    vocab = _vocabulary(logits, vocab, logits.shape[1])
+    vocab = vocabulary(logits, vocab, logits.shape[1])
     registry.count_served("logprob", logits.shape[0])
     roots = cpu.fold(cpu.leaves(logits, plan.cuts(vocab)))
     _require_distribution(roots)
@@ -77,21 +88,39 @@ def log_softmax(
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """What one rank holds: leaf bounds, first vocabulary column, true columns, and its group."""
+class Shard:
+    """What one rank holds: its subtree, first vocabulary column, true columns, and its group."""
 
-    cuts: list[tuple[int, int]]
+    plan: ReductionPlan
     start: int
     width: int
     ranks: int
     group: dist.ProcessGroup | None
 
 
+def shard_of(
+    logits: torch.Tensor,
+    plan: ReductionPlan,
+    group: dist.ProcessGroup | None,
+    start: int,
+    vocab: int | None,
+) -> tuple[Shard, int]:
+    """The shard of this rank, and the true vocabulary; SB0402, SB0403, SB0421, SB0431."""
+    ranks, rank = place(group)
+    columns = logits.shape[1]
+    vocab = vocabulary(logits, vocab, ranks * columns)
+    local_plan = plan.local(ranks)
+    plan.cuts(vocab)
+    width = vocab // ranks
+    require_shard("SB0431", "columns", (ranks, rank), start=start, held=columns, width=width)
+    return Shard(local_plan, start, width, ranks, group), vocab
+
+
 def _select(
-    logits: torch.Tensor, targets: torch.Tensor, shard: _Shard
+    logits: torch.Tensor, targets: torch.Tensor, shard: Shard
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities [M] of the targets, and the roots (m, s) [M, 2]."""
-    roots = cpu.fold(cpu.leaves(logits, shard.cuts))
+    roots = cpu.fold(cpu.leaves(logits, shard.plan.cuts(shard.width)))
     x = cpu.choose(logits, targets, shard.start, shard.width)
     if shard.ranks > 1:
         mine = torch.cat([roots, x[:, None]], dim=1)
@@ -140,21 +169,18 @@ def selected(
     logits, zero in padded columns. Refuses other dtypes (SB0420), shapes (SB0421), a vocabulary
     that the plan cannot cut (SB0402), a group that does not divide the plan (SB0403), a shard
     that does not own whole leaves (SB0431), targets outside the vocabulary (SB0432), and rows
-    without a distribution (SB0430).
+    without a distribution (SB0430). CUDA tensors: `sm90.selected`.
     """
+    if logits.is_cuda:
+        from samebits.ops.logprob import sm90
+
+        return sm90.selected(logits, targets, plan, group, start, vocab)
     logits = _rows(logits)
     require_dtype("targets", targets, torch.int64)
     require_shape("targets", targets, targets.shape == logits.shape[:1], f"[{logits.shape[0]}]")
-    ranks, rank = place(group)
-    columns = logits.shape[1]
-    vocab = _vocabulary(logits, vocab, ranks * columns)
-    local_plan = plan.local(ranks)
-    plan.cuts(vocab)
-    width = vocab // ranks
-    require_shard("SB0431", "columns", (ranks, rank), start=start, held=columns, width=width)
+    shard, vocab = shard_of(logits, plan, group, start, vocab)
     require_ids("SB0432", "target", targets, vocab)
     registry.count_served("logprob", logits.shape[0])
-    shard = _Shard(local_plan.cuts(width), start, width, ranks, group)
     targets = targets.contiguous()
     if torch.is_grad_enabled() and logits.requires_grad:
         return _Selected.apply(logits, targets, shard)
@@ -167,7 +193,8 @@ def scale(logits: torch.Tensor, temperature: float, processed: bool = False) -> 
     Raw log-probabilities (`processed` false) are taken before temperature, so any other value is
     refused there (SB0433), as is one that is not positive and finite in either mode.
     """
-    require_dtype("logits", logits, torch.float32)
+    if not logits.is_cuda:  # the same division on either device
+        require_dtype("logits", logits, torch.float32)
     if temperature == 1:
         return logits
     if not processed or not 0 < temperature < float("inf"):
@@ -185,7 +212,12 @@ def row_digest(logits: torch.Tensor, start: int = 0, vocab: int | None = None) -
 
     `start` is the vocabulary index of the first column; columns at or beyond `vocab` are left
     out. Digests of the shards of a row add up (`samebits.bits.add_digests`) to that of the row.
+    Reads CUDA tensors' digests back.
     """
+    if logits.is_cuda:
+        from samebits.ops.logprob import sm90
+
+        return sm90.row_digest(logits, start, vocab)
     logits = _rows(logits.detach())
     stop = logits.shape[1] if vocab is None else min(logits.shape[1], max(0, vocab - start))
     return cpu.row_digests(logits, start, stop)

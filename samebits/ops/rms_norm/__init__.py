@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -14,7 +15,7 @@ from samebits.ops.scalar import LANES
 
 __all__ = ["rms_norm"]
 
-_REGION = {False: "norm.rms", True: "norm.rms_zero_centred"}  # by `zero_centred`
+REGION = {False: "norm.rms", True: "norm.rms_zero_centred"}  # by `zero_centred`
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -28,17 +29,30 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, r = ctx.saved_tensors
-        n = weight.numel()
-        hat = x.reshape(-1, n).float() * r[:, None]
-        grad = grad.reshape(-1, n).float()
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dhat = grad * (1 + weight.float() if ctx.zero_centred else weight.float())
-            dx = (dhat - hat * (dhat * hat).mean(-1, keepdim=True)) * r[:, None]
-            dx = dx.to(x.dtype).reshape(x.shape)
-        if ctx.needs_input_grad[1]:
-            dw = (grad * hat).sum(0).to(weight.dtype)
-        return dx, dw, None, None
+        found = gradients(grad, x, weight, r, ctx.zero_centred, ctx.needs_input_grad)
+        return *found, None, None
+
+
+def gradients(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    r: torch.Tensor,
+    zero_centred: bool,
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of x and weight, each if `needed`: fp32, one rounding; r [rows] fp32 is 1 / rms."""
+    n = weight.numel()
+    hat = x.reshape(-1, n).float() * r[:, None]
+    grad = grad.reshape(-1, n).float()
+    dx = dw = None
+    if needed[0]:
+        dhat = grad * (1 + weight.float() if zero_centred else weight.float())
+        dx = (dhat - hat * (dhat * hat).mean(-1, keepdim=True)) * r[:, None]
+        dx = dx.to(x.dtype).reshape(x.shape)
+    if needed[1]:
+        dw = (grad * hat).sum(0).to(weight.dtype)
+    return dx, dw
 
 
 def rms_norm(
@@ -52,14 +66,18 @@ def rms_norm(
     `zero_centred`: the last factor is fp32 1 + weight, rounded once, instead of weight.
 
     Differentiable in x and weight (backward in fp32). Refuses other dtypes (SB0420) and
-    shapes (SB0421).
+    shapes (SB0421). CUDA tensors: `sm90.rms_norm`, whose sums have another order.
     """
+    if x.is_cuda:
+        from samebits.ops.rms_norm import sm90
+
+        return sm90.rms_norm(x, weight, eps, zero_centred)
     require_dtype("x", x, torch.bfloat16)
     require_dtype("weight", weight, torch.bfloat16)
     n = weight.numel()
     require_shape("x", x, weight.dim() == 1 and n > 0 and x.shape[-1:] == (n,), f"[..., {n}]")
     x, weight = x.contiguous(), weight.contiguous()
-    registry.count_served(_REGION[zero_centred], x.numel() // n)
+    registry.count_served(REGION[zero_centred], x.numel() // n)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RmsNorm.apply(x, weight, eps, zero_centred)
     return cpu.forward(x, weight, eps, zero_centred)[0]
@@ -72,7 +90,7 @@ def _probe(zero_centred: bool) -> int:
     return mixsum(y)
 
 
-for _zero_centred, _region in _REGION.items():
+for _zero_centred, _region in REGION.items():
     registry.register(
         registry.Implementation(
             region=_region,

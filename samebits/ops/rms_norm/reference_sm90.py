@@ -22,11 +22,14 @@ def fold(x: torch.Tensor, near: int) -> torch.Tensor:
     return x[..., 0]
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+) -> torch.Tensor:
     """x [..., n] bf16, weight [n] bf16 -> [..., n] bf16; see the README for the order."""
     wide = x.float()
     total = fold(wide * wide, NEAR)
     # A Python number as divisor becomes a multiplication by its reciprocal on a GPU.
     mean = total / torch.full_like(total, wide.shape[-1])
     r = 1 / (mean + torch.full_like(mean, eps)).double().sqrt().float()
-    return reference_narrow((wide * r[..., None]) * weight.float())
+    factor = 1 + weight.float() if zero_centred else weight.float()
+    return reference_narrow((wide * r[..., None]) * factor)

@@ -29,6 +29,7 @@ def _kernel(
     ROWS: tl.constexpr,
     NEAR: tl.constexpr,
     ADD: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, WIDTH)
@@ -44,17 +45,22 @@ def _kernel(
     shifted = tl.div_rn(total, tl.full((ROWS,), N, tl.float32)) + eps
     r = reciprocal(tl.sqrt_rn(shifted))
     weight = tl.load(weight_ptr + j, mask=j < N, other=0.0).to(tl.float32)
+    if CENTRED:
+        weight = 1.0 + weight
     y = (wide * r[:, None]) * weight[None, :]
     tl.store(y_ptr + at, y.to(tl.bfloat16), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., n] bf16, weight [n] bf16 -> [..., n] bf16.
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centred: bool = False
+) -> torch.Tensor:
+    """x [..., n] bf16, weight [n] bf16, contiguous on CUDA -> [..., n] bf16.
 
-    Contiguous CUDA tensors, else SB0420, SB0421; n above 16384 is refused with SB0452.
+    `zero_centred`: the factor is fp32 1 + weight. Refuses with SB0420, SB0421, and SB0452 where n
+    is above LONGEST.
     """
     y = torch.empty_like(x)
-    _launch(x, x, weight, y, y, eps, add=False)
+    _launch(x, x, weight, y, y, eps, add=False, centred=zero_centred)
     return y
 
 
@@ -66,7 +72,7 @@ def add_rms_norm(
     Shapes and refusals as in `rms_norm`.
     """
     y, added = torch.empty_like(x), torch.empty_like(x)
-    _launch(x, residual, weight, y, added, eps, add=True)
+    _launch(x, residual, weight, y, added, eps, add=True, centred=False)
     return y, added
 
 
@@ -78,6 +84,7 @@ def _launch(
     added: torch.Tensor,
     eps: float,
     add: bool,
+    centred: bool,
 ) -> None:
     gpu.prepare(x.device.index or 0)
     n = weight.numel()
@@ -97,6 +104,6 @@ def _launch(
     if rows:
         _kernel[(triton.cdiv(rows, block),)](
             x, residual, weight, y, added, eps, rows,
-            N=n, WIDTH=width, ROWS=block, NEAR=NEAR, ADD=add,
+            N=n, WIDTH=width, ROWS=block, NEAR=NEAR, ADD=add, CENTRED=centred,
             num_warps=max(4, min(16, width // 1024)), **gpu.POLICY,
         )  # fmt: skip

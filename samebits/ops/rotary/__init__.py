@@ -24,7 +24,7 @@ def table(
 
     Entry (p, i) is cos or sin of p * base ** (-2 i / rotary_dim), computed alone in Python's
     float64 and rounded once to fp32, so no entry sees its neighbours. The tensor is cached by
-    its arguments and shared: do not write to it.
+    its arguments and shared: do not write to it. It lies on the CPU: move it once for a GPU.
 
     `scaling` is None or says `default`; any other rule is refused (SB0424). An odd `rotary_dim`
     is refused (SB0421).
@@ -70,8 +70,13 @@ def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torc
     table's are copied. A token sees only itself.
 
     Differentiable in x (the backward turns by the negative angle). Refuses other dtypes
-    (SB0420), shapes (SB0421), and positions outside the table (SB0425).
+    (SB0420), shapes (SB0421), and positions outside the table (SB0425). CUDA tensors:
+    `sm90.apply`, the same bits.
     """
+    if x.is_cuda:
+        from samebits.ops.rotary import sm90
+
+        return sm90.apply(x, positions, table)
     require_dtype("x", x, torch.bfloat16)
     require_dtype("positions", positions, torch.int64)
     require_dtype("table", table, torch.float32)

@@ -14,8 +14,11 @@ WARPS = 4
 
 @triton.jit
 def turn(x1, x2, c, s):
-    """(fma(x1, c, -(x2 * s)), fma(x2, c, x1 * s)), fp32."""
-    return tl.fma(x1, c, -(x2 * s)), tl.fma(x2, c, x1 * s)
+    """(fma(x1, c, -(x2 * s)), fma(x2, c, x1 * s)), fp32.
+
+    Triton's unary minus is 0 - x, which makes +0 of a +0; a product by -1 changes the sign alone.
+    """
+    return tl.fma(x1, c, (x2 * s) * -1.0), tl.fma(x2, c, x1 * s)
 
 
 @triton.jit
@@ -30,8 +33,9 @@ def _kernel(
     D: tl.constexpr,
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):
-    """BLOCK rows of x [tokens * heads, D]."""
+    """BLOCK rows of x [tokens * heads, D], turned, or back."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, WIDTH)
     present = (row < rows)[:, None]
@@ -40,6 +44,8 @@ def _kernel(
     angle = table_ptr + position[:, None] * (2 * HALF) + i[None, :]
     c = tl.load(angle, mask=inside, other=0.0)
     s = tl.load(angle + HALF, mask=inside, other=0.0)
+    if INVERSE:
+        s = s * -1.0
     at = row[:, None] * D + i[None, :]
     x1 = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + at + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -52,8 +58,12 @@ def _kernel(
         tl.store(y_ptr + at + start, tail, mask=rest)
 
 
-def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def apply(
+    x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, inverse: bool = False
+) -> torch.Tensor:
     """x [T, H, D] bf16, positions [T] int64, table fp32 [P, rotary] -> [T, H, D] bf16.
+
+    `inverse` turns by the negative angle.
 
     All contiguous on one CUDA device; `table` is that of `samebits.ops.rotary.table`. Positions
     must lie inside the table: the caller checks, since reading them back would stop the GPU.
@@ -72,6 +82,6 @@ def apply(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torc
         rows = tokens * heads
         _kernel[(triton.cdiv(rows, block),)](
             x, positions, table, y, rows, heads, BLOCK=block, D=length, HALF=rotary // 2,
-            WIDTH=width, num_warps=WARPS, **gpu.POLICY,
+            WIDTH=width, INVERSE=inverse, num_warps=WARPS, **gpu.POLICY,
         )  # fmt: skip
     return y

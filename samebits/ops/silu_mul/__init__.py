@@ -30,8 +30,12 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     An element sees only its own pair.
 
     Differentiable (backward in fp32, one rounding to bf16). Refuses other dtypes (SB0420) and an
-    odd last dimension (SB0421).
+    odd last dimension (SB0421). CUDA tensors: `sm90.silu_mul`, the same bits.
     """
+    if gate_up.is_cuda:
+        from samebits.ops.silu_mul import sm90
+
+        return sm90.silu_mul(gate_up)
     require_dtype("gate_up", gate_up, torch.bfloat16)
     width = gate_up.shape[-1] if gate_up.dim() else 0
     require_shape("gate_up", gate_up, width > 0 and width % 2 == 0, "[..., 2F]")
