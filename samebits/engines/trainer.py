@@ -33,9 +33,11 @@ from samebits.engines.trainer_batch import TrainBatch
 from samebits.engines.trainer_model import Architecture, build_model
 from samebits.engines.trainer_slots import Slot, slots
 from samebits.errors import Refused
+from samebits.hooks.megatron import device
 
-# Rows of logits that exist at one time while scoring: 128 * 49152 * 4 bytes = 24 MiB.
-LOGIT_ROWS = 128
+# Rows of logits that exist at one time while scoring, by the kind of device: of 49152 columns
+# 24 MiB on a CPU, 768 MiB on a GPU, where few rows leave most of it idle.
+LOGIT_ROWS = {"cpu": 128, "cuda": 4096}
 
 # loss_fn(logprobs, old_logprobs, advantages, mask) -> (loss, metrics); all [sequences, targets],
 # fp32, right-padded with mask 0; the loss is a mean over the masked tokens.
@@ -107,11 +109,14 @@ class Trainer:
         self.step = 0
         self._loaded = False
         self._digest_columns: set[int] = set()
+        if runtime.platform() == "sm90":
+            _use_gpu(tp_rank)
         self._bind(Path(model_dir), contract)
         self.arch.refuse_tp(tp_size)
         require_patched(hybrid=self.arch.linear is not None)
         self._init_groups(rendezvous, seed)
-        self.model: torch.nn.Module = build_model(self.arch, tp_size)
+        self.device = device.current()
+        self.model: torch.nn.Module = build_model(self.arch, tp_size).to(self.device)
         self._ddp: Any = None
         self._optimizer: Any = None
         if optimizer is not None:
@@ -155,7 +160,10 @@ class Trainer:
             self._rendezvous_dir = tempfile.TemporaryDirectory(prefix="samebits-trainer-")
             rendezvous = f"file://{self._rendezvous_dir.name}/ranks"
         dist.init_process_group(
-            "gloo", init_method=rendezvous, rank=self.tp_rank, world_size=self.tp_size
+            "cpu:gloo,cuda:nccl" if runtime.platform() == "sm90" else "gloo",
+            init_method=rendezvous,
+            rank=self.tp_rank,
+            world_size=self.tp_size,
         )
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=self.tp_size)
         model_parallel_cuda_manual_seed(seed)
@@ -202,15 +210,18 @@ class Trainer:
         bf16, but for the decays `A_log` of linear attention, which are fp32 as they are trained.
         Collective: every rank must run the iterator to its end. SB0612 when copies differ.
         """
-        yield from self._whole(torch.Tensor.detach)
+        for name, tensor in self._whole(torch.Tensor.detach):
+            yield name, tensor.cpu()
 
     @torch.no_grad()
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(published name, whole fp32 gradient) of the last step; clipped if clipping is on.
+        """(published name, whole fp32 gradient on the CPU) of the last step; clipped if clipping
+        is on.
 
         Collective, as `export_weights`.
         """
-        yield from self._whole(lambda parameter: parameter.main_grad)
+        for name, tensor in self._whole(lambda parameter: parameter.main_grad):
+            yield name, tensor.cpu()
 
     def _whole(self, of) -> Iterator[tuple[str, torch.Tensor]]:
         self._require_weights()
@@ -256,6 +267,7 @@ class Trainer:
                 hint="samebits explain SB0611",
             )
         batch = batches.inputs(sequences, layout, with_mask=not runtime.aligned())
+        batch = batch.to(self.device)
         packed = None
         if batch.cu_seqlens is not None:
             packed = PackedSeqParams(
@@ -287,7 +299,8 @@ class Trainer:
     def score(
         self, sequences: Sequence[Sequence[int]], layout: str = "padded", digests: bool = False
     ) -> Scores:
-        """Log-probability of every target under the present weights; see `Scores`."""
+        """Log-probability of every target under the present weights, on the CPU; see `Scores`."""
+        slice_rows = LOGIT_ROWS[self.device.type]
         batches.check_sequences(sequences, self.arch.vocab)
         self._require_weights()
         self.model.eval()
@@ -298,15 +311,15 @@ class Trainer:
             found: list[str] = []
 
             def on_rows(hidden, project, targets, found=found):
-                out = [torch.empty(0)]
-                for start in range(0, len(targets), LOGIT_ROWS):
-                    logits = project(hidden[start : start + LOGIT_ROWS])
+                out = [torch.empty(0, device=self.device)]
+                for start in range(0, len(targets), slice_rows):
+                    logits = project(hidden[start : start + slice_rows])
                     if digests:
                         found += self._row_digests(logits[:, 0])
-                    out.append(_selected(logits, targets[start : start + LOGIT_ROWS]))
+                    out.append(_selected(logits, targets[start : start + slice_rows]))
                 return torch.cat(out)
 
-            values = self._forward(part, layout, on_rows)
+            values = self._forward(part, layout, on_rows).cpu()
             sizes = [len(s) - 1 for s in part]
             logprobs += [v.clone() for v in values.split(sizes)]
             ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
@@ -356,17 +369,19 @@ class Trainer:
             share = sum(float(batch.mask[i].sum()) for i in indices) / total
 
             def on_rows(hidden, project, targets):
-                return _selected(project(hidden), targets) if len(targets) else torch.empty(0)
+                if not len(targets):
+                    return torch.empty(0, device=self.device)
+                return _selected(project(hidden), targets)
 
             values = self._forward(part, layout, on_rows)
-            logprobs += [v.detach().clone() for v in values.split(sizes)]
+            logprobs += [v.clone() for v in values.detach().cpu().split(sizes)]
             if share == 0.0:
                 continue
             loss, found = loss_fn(
                 _rows_of(values.split(sizes)),
-                _rows_of([batch.old_logprobs[i] for i in indices]),
-                _rows_of([batch.advantages[i] for i in indices]),
-                _rows_of([batch.mask[i] for i in indices]),
+                self._of(batch.old_logprobs, indices),
+                self._of(batch.advantages, indices),
+                self._of(batch.mask, indices),
             )
             (loss * share).backward()
             loss_sum += float(loss.detach()) * share
@@ -374,6 +389,10 @@ class Trainer:
                 metrics[name] = metrics.get(name, 0.0) + float(value) * share
         grad_norm = self._finish_step()
         return StepResult(loss_sum, grad_norm, metrics, logprobs)
+
+    def _of(self, field: Sequence[torch.Tensor], indices: Iterable[int]) -> torch.Tensor:
+        """A field of a micro-batch, padded, where the model is."""
+        return _rows_of([field[i] for i in indices]).to(self.device)
 
     def _finish_step(self) -> float:
         from megatron.core.distributed import finalize_model_grads
@@ -396,6 +415,20 @@ class Trainer:
         if self._rendezvous_dir is not None:
             self._rendezvous_dir.cleanup()
         gc.collect()
+
+
+def _use_gpu(index: int) -> None:
+    """Check the chip and the assembler (SB0450, SB0451) and compute on GPU `index` from now on.
+
+    Where torch has a kernel without atomics it takes it: gradients then repeat. Where it has none
+    it goes on, because no bits of a gradient are promised.
+    """
+    from samebits.ops import gpu
+
+    gpu.prepare(index)
+    torch.cuda.set_device(index)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def _rows_of(values: Iterable[torch.Tensor]) -> torch.Tensor:

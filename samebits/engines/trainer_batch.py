@@ -6,6 +6,7 @@ is token i + 1, predicted by the row of token i. Rows of padding never reach the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,12 @@ class Inputs:
     longest: int
     rows: torch.Tensor
     targets: torch.Tensor
+
+    def to(self, device: torch.device) -> Inputs:
+        """The same with every tensor on `device`."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved = {k: v.to(device) for k, v in fields.items() if isinstance(v, torch.Tensor)}
+        return dataclasses.replace(self, **moved)
 
 
 def inputs(sequences: Sequence[Sequence[int]], layout: str, *, with_mask: bool) -> Inputs:

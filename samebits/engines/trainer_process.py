@@ -36,11 +36,16 @@ from samebits.weights.transport import Manifest
 # After one rank has failed, the others may be waiting for it in a collective: seconds until they
 # are ended. A refusal that all ranks share arrives well within it.
 GRACE = 10.0
-# Megatron warns about the second; neither moves a bit on a CPU.
+# Megatron warns about the last; none of them moves a bit of a forward pass.
 _QUIET = {
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+# Megatron takes a GPU wherever it sees one. With this setting cuBLAS repeats its gradients.
+_OF_PLATFORM = {
+    "cpu": {"CUDA_VISIBLE_DEVICES": ""},
+    "sm90": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
 }
 
 
@@ -229,6 +234,7 @@ def _environment(
         **_QUIET,
         "SAMEBITS_ARITHMETIC": arithmetic,
         "SAMEBITS_PLATFORM": platform,
+        **_OF_PLATFORM[platform],
     }
     for name in ("SAMEBITS_CONTRACT", "SAMEBITS_FAULT", "SAMEBITS_TRACE"):
         environment.pop(name, None)

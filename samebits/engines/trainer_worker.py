@@ -36,6 +36,10 @@ class Worker:
             raise RuntimeError("the first call must be `start`")
         return self._trainer
 
+    @staticmethod
+    def _on_gpu() -> bool:
+        return runtime.platform() == "sm90"
+
     def start(self, threads: int, **options) -> dict:
         """Make the trainer of this rank with `options` of `Trainer`; returns `info`."""
         torch.set_num_threads(threads)
@@ -62,6 +66,7 @@ class Worker:
             **self.trainer.extent(any(served.values())),
             "step": self.trainer.step,
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "peak_gpu_bytes": torch.cuda.max_memory_allocated() if self._on_gpu() else 0,
         }
 
     def reset_served(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from samebits.errors import Refused
+from samebits.hooks.megatron import device
 from samebits.ops import rotary
 from samebits.runtime import aligned as bound
 
@@ -21,7 +22,8 @@ def _refuse(seen: str, required: str) -> Refused:
 def table(embedding: torch.nn.Module, length: int, offset: int) -> torch.Tensor:
     """Table of a `RotaryEmbedding` for positions offset .. offset + length - 1.
 
-    fp32 [length, 1, 1, rotary_dim]: cosines, then sines (upstream: the angles, twice).
+    fp32 [length, 1, 1, rotary_dim] on this process's device: cosines, then sines (upstream: the
+    angles, twice). Megatron keeps it, so it is moved once for each length.
     """
     if embedding.rotary_interleaved or embedding.rope_scaling:
         raise _refuse("interleaved or scaled rotary positions", "the plain halves layout")
@@ -29,7 +31,7 @@ def table(embedding: torch.nn.Module, length: int, offset: int) -> torch.Tensor:
         raise _refuse("interpolated rotary positions", "integer positions")
     stop = offset + length
     rows = rotary.table(-(-stop // _STEP) * _STEP, embedding.rotary_dim, embedding.rotary_base)
-    return rows[offset:stop, None, None, :]
+    return rows[offset:stop, None, None, :].to(device.current())
 
 
 def apply(
@@ -48,8 +50,11 @@ def apply(
     rows = angles[:, 0, 0, :]
     if cu_seqlens is None:
         s, b, h, d = t.shape
-        positions = torch.arange(s).repeat_interleave(b)
+        positions = torch.arange(s, device=t.device).repeat_interleave(b)
         return rotary.apply(t.reshape(s * b, h, d), positions, rows).view(s, b, h, d)
     starts = cu_seqlens.to(torch.int64)
-    positions = torch.arange(t.shape[0]) - starts[:-1].repeat_interleave(starts.diff())
+    rows_of_all = torch.arange(t.shape[0], device=t.device)
+    # The size is known here; without it the host would wait for the GPU in every layer.
+    first = starts[:-1].repeat_interleave(starts.diff(), output_size=t.shape[0])
+    positions = rows_of_all - first
     return rotary.apply(t, positions, rows)
