@@ -7,6 +7,7 @@ checks it. A ledger adds what people decided; it can stop a step, never finish o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -104,6 +105,15 @@ class Case:
             except SamebitsError:
                 continue  # an unfinished run, or one of another state of the project
         return None
+
+    @cached_property
+    def inventory(self) -> dict[str, Any] | None:
+        """What `samebits trace` found here with the present contract."""
+        path = Workspace.find().build / "runs" / self.name / "inventory.json"
+        if not self.local or not isinstance(self.contract, Contract) or not path.is_file():
+            return None
+        found = json.loads(path.read_text())
+        return found if found["contract"] == self.contract.identity else None
 
     @cached_property
     def claims_ranks(self) -> bool:
@@ -212,14 +222,21 @@ def _baseline(case: Case) -> Found:
 def _regions(case: Case) -> Found:
     from samebits.ops import registry
 
-    if case.ran is None or not isinstance(case.contract, Contract):
+    if not isinstance(case.contract, Contract):
         return _no_run(case)
     wanted = registry.regions_of(case.recipe.architecture)
     missing = [region for region in wanted if region not in case.contract.regions]
     if missing:
         return Found(OPEN, f"no contract covers {', '.join(missing)}")
+    inventory = case.inventory
+    for problem in ("unbound", "uncalled", "uncovered", "differing"):
+        if inventory and inventory[problem]:
+            return Found(OPEN, f"{problem}: {', '.join(inventory[problem])}")
+    if case.ran is None and inventory is None:
+        return _no_run(case)
     # A run in which a bound region was not served by both engines ends without a statement.
-    return Found(DONE, f"{len(wanted)} regions bound, and served by both engines; {case.ran[1]}")
+    where = case.ran[1] if case.ran else "trace of this machine"
+    return Found(DONE, f"{len(wanted)} regions bound, and served by both engines; {where}")
 
 
 def _no_run(case: Case) -> Found:
@@ -382,10 +399,10 @@ STEPS = (
     Step(
         "regions",
         "region inventory of both engines",
-        ("semantics",),
-        _QUICK,
-        "every region is bound, and both engines served it",
-        "implementations of a statement",
+        ("contract",),
+        "samebits trace {case}",
+        "every region is bound and both engines called it; no sum or product outside of regions",
+        "implementations of a statement, or the trace of this machine",
         _regions,
     ),
     *(

@@ -35,6 +35,7 @@ VERBS = {
     "patch": ("patch", "Build, check, export and compare the patch series."),
     "contract": ("contract", "Build, show, compare and admit a case's contract."),
     "prove": ("prove", "Run the gates of a case and write its evidence."),
+    "trace": ("trace", "List what both engines run, by region, and what no region holds."),
     "reproduce": ("reproduce", "Run a recorded case again and state what came out."),
     "verify": ("evidence", "Recompute the verdict of recorded evidence."),
     "rl": ("rl", "Run a short RL loop and count differing log-probabilities."),

@@ -27,7 +27,7 @@ class Server:
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()  # plants a fault, if there is one; what it returns is traced
-        trace.install()  # vLLM forks its other processes from this one
+        trace.install("rollout")  # vLLM forks its other processes from this one
         self._llm = LLM(
             model=settings["model"],
             skip_tokenizer_init=True,

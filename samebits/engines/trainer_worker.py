@@ -45,7 +45,7 @@ class Worker:
         torch.set_num_threads(threads)
         if runtime.aligned():
             faults.install()
-            trace.install(trace.TRAINER)
+            trace.install("trainer")
         self._trainer = Trainer(**options)
         return self.info()
 

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 from samebits.trace.columns import Columns
 from samebits.trace.compare import RegionDifference, first_difference
+from samebits.trace.operators import Operator
+from samebits.trace.operators import load as load_operators
 from samebits.trace.read import Call, load
-from samebits.trace.record import TRAINER, install, start
+from samebits.trace.record import install, start
 
 __all__ = [
-    "TRAINER",
     "Call",
     "Columns",
+    "Operator",
     "RegionDifference",
     "first_difference",
     "install",
     "load",
+    "load_operators",
     "start",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from samebits import bits
-from samebits.trace import digests, passes
+from samebits.trace import digests, operators, passes
 from samebits.trace import rows as sequences
 from samebits.trace.columns import widened
 from samebits.trace.digests import rows_of
@@ -58,6 +58,8 @@ _BY_COLUMNS = ("gemm.row", "norm.rms", "norm.rms_zero_centred", "rope", "attenti
 # In the trainer the row-parallel product is wrapped where ranks meet, so that a fault that takes
 # the place of the operator there is recorded as its call.
 TRAINER = {"gemm.row": Region("hooks.megatron.linear", ("row_product",), weights=(1,))}
+# Its outputs are the log-probabilities themselves, so they are not recorded; its operators are.
+LOGPROB = Region("ops.logprob", ("log_softmax", "selected", "scale", "row_digest"))
 
 
 def start(folder: Path, tokens: Sequence[int]) -> None:
@@ -68,22 +70,36 @@ def start(folder: Path, tokens: Sequence[int]) -> None:
     os.replace(draft, folder)
 
 
-def install(regions: dict[str, Region] | None = None) -> None:
+def install(engine: str | None = None) -> None:
     """Wrap the operators of this process when SAMEBITS_TRACE names a folder; idempotent.
 
-    `regions` replaces some of `REGIONS`. Call it after planted faults are installed, so that what a
-    fault returns is what is recorded.
+    engine   `rollout` or `trainer`: its forward passes are watched for torch operators too
+
+    Call it after planted faults are installed, so that what a fault returns is what is recorded.
     """
     folder = os.environ.get("SAMEBITS_TRACE")
     if not folder:
         return
     recorder = _Recorder(Path(folder))
-    for name, region in (REGIONS | (regions or {})).items():
-        module = importlib.import_module(f"samebits.{region.module}")
-        for function in region.functions:
-            original = getattr(module, function)
-            if not hasattr(original, "traced"):
-                setattr(module, function, recorder.wrap(original, name, region, function))
+    tally = operators.install(engine, recorder.watched, Path(folder)) if engine else None
+    for name, region in (REGIONS | (TRAINER if engine == "trainer" else {})).items():
+        _wrap(
+            region, lambda f, called, n=name, r=region: recorder.wrap(f, n, r, called), tally, name
+        )
+    if tally is not None:
+        _wrap(LOGPROB, lambda f, called: f, tally, "logprob")
+
+
+def _wrap(region: Region, recorded: Callable, tally: operators.Tally | None, name: str) -> None:
+    module = importlib.import_module(f"samebits.{region.module}")
+    for called in region.functions:
+        original = getattr(module, called)
+        if hasattr(original, "traced"):
+            continue
+        function = recorded(original, called)
+        function = function if tally is None else tally.scoped(function, name)
+        function.traced = True  # type: ignore[union-attr]
+        setattr(module, called, function)
 
 
 class _Recorder:
@@ -98,7 +114,7 @@ class _Recorder:
 
         @functools.wraps(function)
         def traced(*args, **kwargs):
-            if self._inside or not self._watched():
+            if self._inside or not self.watched():
                 return function(*args, **kwargs)
             self._inside = True
             try:
@@ -111,10 +127,9 @@ class _Recorder:
                 self._inside = False
             return output
 
-        traced.traced = True  # type: ignore[attr-defined]
         return traced
 
-    def _watched(self) -> bool:
+    def watched(self) -> bool:
         """Whether a recording is on; a new one starts afresh."""
         wanted = self._folder / _WANTED
         try:

@@ -33,6 +33,7 @@ def test_verbs_are_these():
         "patch",
         "contract",
         "prove",
+        "trace",
         "reproduce",
         "verify",
         "rl",

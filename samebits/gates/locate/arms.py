@@ -26,15 +26,17 @@ from samebits.errors import SamebitsError
 from samebits.gates import capsule, stages, workload
 from samebits.gates.run import Run
 from samebits.gates.streams import Stream
-from samebits.trace import Call, Columns
+from samebits.trace import Call, Columns, Operator
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to compute a sequence: its log-probabilities, and its calls in order."""
+    """One way to compute a sequence: its log-probabilities, its calls in order, and the torch
+    operators of the passes that held it."""
 
     stream: Stream
     calls: Sequence[Call]
+    operators: Sequence[Operator] = ()
 
 
 @dataclass(frozen=True)
@@ -74,22 +76,23 @@ class Subject:
 
 
 class Recording:
-    """A folder that an engine watches, and what was recorded in it."""
+    """A folder that an engine watches, and what was recorded in it at last."""
 
     def __init__(self, live: Path, columns: Columns) -> None:
         self.live, self._columns, self._count = live, columns, 0
 
     @contextlib.contextmanager
     def of(self, tokens: Sequence[int]) -> Iterator[None]:
-        """Record `tokens` in this block; `calls` reads it afterwards."""
+        """Record `tokens` in this block; `arm` reads it afterwards."""
         trace.start(self.live, tokens)
         yield
         self._count += 1
         self.live.rename(self._kept())
 
-    def calls(self) -> list[Call]:
-        """Calls of the latest recording."""
-        return trace.load(self._kept(), self._columns)
+    def arm(self, stream: Stream) -> Arm:
+        """The arm that gave `stream`, from the latest recording."""
+        kept = self._kept()
+        return Arm(stream, trace.load(kept, self._columns), trace.load_operators(kept))
 
     def _kept(self) -> Path:
         return self.live.with_name(f"{self.live.name}-{self._count}")
@@ -121,10 +124,10 @@ def _alone(subject: Subject) -> dict[str, Arm]:
     with _rollout(subject, settings) as (engine, recording):
         with recording.of(subject.tokens):
             (score,) = engine.score([subject.tokens])
-        prefill = Arm(subject.scored(score), recording.calls())
+        prefill = recording.arm(subject.scored(score))
         with recording.of(subject.tokens):
             (done,) = engine.generate(workload.to_engine([subject.request]))
-        decode = Arm(subject.decoded(subject.request, done), recording.calls())
+        decode = recording.arm(subject.decoded(subject.request, done))
     return {"prefill": prefill, "decode": decode}
 
 
@@ -132,7 +135,7 @@ def _ranks(subject: Subject, tp: int) -> dict[str, Arm]:
     with _rollout(subject, _settings(subject, tensor_parallel_size=tp)) as (engine, recording):
         with recording.of(subject.tokens):
             (score,) = engine.score([subject.tokens])
-        return {f"prefill-tp{tp}": Arm(subject.scored(score), recording.calls())}
+        return {f"prefill-tp{tp}": recording.arm(subject.scored(score))}
 
 
 def _batch(subject: Subject) -> dict[str, Arm]:
@@ -144,12 +147,12 @@ def _batch(subject: Subject) -> dict[str, Arm]:
     with _rollout(subject, settings) as (engine, recording):
         with recording.of(subject.tokens):
             scores = engine.score(subject.whole)
-        found = {"prefill-batch": Arm(subject.scored(scores[number]), recording.calls())}
+        found = {"prefill-batch": recording.arm(subject.scored(scores[number]))}
         if number < 16:
             with recording.of(subject.tokens):
                 done = engine.generate(workload.to_engine(requests[:16]))
             stream = subject.decoded(subject.request, done[number])
-            found["decode-batch"] = Arm(stream, recording.calls())
+            found["decode-batch"] = recording.arm(stream)
     return found
 
 
@@ -188,7 +191,7 @@ def _decoded(
                 if subject.number in batch:
                     index = list(batch).index(subject.number)
                     stream.extend(subject.decoded(subject.request, done[index]))
-        return Arm(stream, recording.calls())
+        return recording.arm(stream)
 
 
 # --- trainer --------------------------------------------------------------------------------------
@@ -221,7 +224,7 @@ def _scoring(subject: Subject, tp: int = 1) -> Iterator[Callable[..., Arm]]:
             def score(whole: Sequence[Sequence[int]], index: int, layout: str) -> Arm:
                 with recording.of(subject.tokens):
                     scores = process.score(whole, layout=layout)
-                return Arm(subject.trained(scores, index), recording.calls())
+                return recording.arm(subject.trained(scores, index))
 
             yield score
 

@@ -68,12 +68,12 @@ def _arms(
         engine.reset_prefix_cache()  # what is cached would not be computed, and not recorded
         with rollout.of(subject.tokens):
             done = engine.generate(batch)[place]
-        found[name] = Arm(subject.decoded(request, done), rollout.calls())
+        found[name] = rollout.arm(subject.decoded(request, done))
     for name, sequences, place in (
         ("padded-batch", whole, index),
         ("padded", [subject.tokens], 0),
     ):
         with scorer.of(subject.tokens):
             scores = trainer.score(sequences, layout="padded")
-        found[name] = Arm(subject.trained(scores, place), scorer.calls())
+        found[name] = scorer.arm(subject.trained(scores, place))
     return subject, found

@@ -1,0 +1,75 @@
+"""`samebits trace CASE`: list what both engines really run, by region, and what no region holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from samebits.cli.output import show_json, show_table
+
+if TYPE_CHECKING:
+    from samebits.gates.inventory import Inventory
+
+app = typer.Typer()
+
+
+@app.command()
+def trace(
+    case: Annotated[str, typer.Argument(help="Name of a case, see `samebits case list`.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the inventory.")] = False,
+) -> None:
+    """Run one sequence through both engines and list every operator, by region.
+
+    Decode, prefill and the trainer's padded and packed batches are traced, and compared region by
+    region. Exit code 1: two of them differ. Exit code 3: an engine summed or multiplied outside of
+    all regions, called a region that the contract does not bind, or never called one that it binds.
+    """
+    from samebits.gates import inventory
+    from samebits.gates.prove import Size, locked_run
+
+    with locked_run(case, Size.quick()) as run:
+        found = inventory.take(run)
+    if as_json:
+        show_json(found.as_dict())
+    else:
+        _tables(found)
+        for name in inventory.PROBLEMS:
+            for one in getattr(found, name):
+                print(f"- {name}: {one}")
+        print(_sentence(run.recipe.case, found))
+    problems = found.unbound or found.uncalled or found.uncovered
+    raise typer.Exit(1 if found.differing else 3 if problems else 0)
+
+
+def _tables(found: Inventory) -> None:
+    from samebits.gates.inventory import ARMS
+
+    regions = list(dict.fromkeys(r for arm in ARMS for r in found.calls[arm]))
+    rows = [
+        [region, found.bound.get(region, "none"), *_counts(found.calls, region)]
+        for region in regions
+    ]
+    show_table(("region", "implementation", *ARMS), rows, right=ARMS)
+    places = sorted({place for arm in ARMS for place in found.outside[arm]})
+    rows = [[name, kind, phase, *_counts(found.outside, (phase, kind, name))]
+            for phase, kind, name in places]  # fmt: skip
+    print("\nTorch operators outside of all regions that make floats:")
+    show_table(("operator", "kind", "phase", *ARMS), rows, right=ARMS)
+
+
+def _counts(found, key) -> list[str]:
+    from samebits.gates.inventory import ARMS
+
+    return [str(found[arm].get(key, "")) for arm in ARMS]
+
+
+def _sentence(case: str, found: Inventory) -> str:
+    called = len({r for calls in found.calls.values() for r in calls})
+    forward = {p for o in found.outside.values() for p in o if p[0] == "forward"}
+    pointwise = len({name for _, kind, name in forward if kind == "pointwise"})
+    return (
+        f"{case}: {called} regions called, {len(found.unbound)} of them not bound; outside "
+        f"of regions {pointwise} pointwise operators and {len(found.uncovered)} that reduce; "
+        f"{len(found.differing)} of {len(found.pairs)} pairs differ"
+    )

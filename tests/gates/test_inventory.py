@@ -1,0 +1,64 @@
+"""What a region inventory must not find, and the files that say so."""
+
+import json
+
+import pytest
+
+from samebits.gates import inventory
+from samebits.gates.inventory import ARMS, Inventory
+from samebits.gates.locate.pairs import Located
+
+CALLS = {"embedding": 1, "gemm.row": 4}
+BOUND = {"embedding": "embedding.cpu.1", "gemm.row": "gemm.row.cpu.1", "logprob": "logprob.cpu.1"}
+ADD = ("forward", "pointwise", "aten.add.Tensor")
+
+
+def made(bound=BOUND, calls=CALLS, outside=ADD, pair=Located("decode", "prefill", None, None)):
+    return Inventory(
+        "identity",
+        bound,
+        {arm: calls for arm in ARMS},
+        {arm: {outside: 2} for arm in ARMS},
+        [pair],
+    )
+
+
+def problems(found):
+    return {name: getattr(found, name) for name in inventory.PROBLEMS if getattr(found, name)}
+
+
+def test_a_covered_model_has_no_problem():
+    assert problems(made()) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"bound": {**BOUND, "norm.rms": "norm.rms.cpu.1"}}, {"uncalled": ["norm.rms"]}),
+        ({"calls": {**CALLS, "rope": 2}}, {"unbound": ["rope"]}),
+        (
+            {"outside": ("forward", "reduces", "aten.mm.default")},
+            {"uncovered": ["aten.mm.default"]},
+        ),
+        ({"outside": ("sampling", "reduces", "aten.softmax.int")}, {}),
+        (
+            {"pair": Located("decode", "prefill", None, None, "not traced: x")},
+            {"differing": ["decode/prefill"]},
+        ),
+    ],
+)
+def test_each_problem_is_named(changes, wanted):
+    assert problems(made(**changes)) == wanted
+
+
+def test_a_region_that_one_arm_leaves_out_is_uncalled():
+    found = made()
+    calls = {**found.calls, "packed": {"embedding": 1}}
+    assert Inventory("i", BOUND, calls, found.outside, []).uncalled == ["gemm.row"]
+
+
+def test_the_file_holds_what_was_found():
+    stored = json.loads(json.dumps(made().as_dict()))
+    assert stored["contract"] == "identity" and stored["calls"]["decode"] == CALLS
+    assert stored["outside"]["decode"] == [[*ADD, 2]]
+    assert all(stored[name] == [] for name in inventory.PROBLEMS)
