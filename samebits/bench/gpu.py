@@ -22,7 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samebits import files
-from samebits.bench import gpu_attention, gpu_gates, gpu_gdn
+from samebits.bench import gpu_attention, gpu_gates, gpu_gdn, gpu_public
 from samebits.bench.gpu_timing import Calls, Row, medians, row
 from samebits.errors import SamebitsError
 from samebits.ops import gemm, gpu
@@ -187,14 +187,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code as everywhere: 0 done, 1 different, 2 refused, 3 not observed."""
     parser = argparse.ArgumentParser(prog="python -m samebits.bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file for the rows (default: under $OUT)")
-    parser.add_argument("--only", choices=AREAS, help="gate and measure one area")
+    parser.add_argument(
+        "--only", choices=(*AREAS, "public"), help="gate and measure one area; public: gates only"
+    )
     options = parser.parse_args(arguments)
     out = options.out
     if out is None:
         out = Path(os.environ.get("OUT", ".")) / "bench-gpu.json"
-    areas = [AREAS[options.only]] if options.only else list(AREAS.values())
+    areas = [AREAS[options.only]] if options.only in AREAS else list(AREAS.values())
     try:
         gpu.prepare(0)
+        if options.only == "public":
+            return gpu_public.main()
         for gates, _ in areas:
             for line in gates():
                 print(line, flush=True)

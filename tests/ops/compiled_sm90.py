@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -23,6 +24,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     int: "i32",
+    bool: "i1",
     float: "fp32",
 }
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
@@ -45,12 +47,12 @@ class Recorder:
 
 @contextlib.contextmanager
 def recorded(*modules: ModuleType) -> Iterator[list[Recorder]]:
-    """Every private kernel of `modules` that a launcher can launch, recording its calls."""
+    """Every kernel of `modules` that a launcher can launch, recording its calls."""
     recorders = []
     with contextlib.ExitStack() as stack:
         for module in modules:
             for name, value in list(vars(module).items()):
-                if isinstance(value, triton.JITFunction) and name.startswith("_"):
+                if isinstance(value, triton.JITFunction):
                     recorder = Recorder(value)
                     setattr(module, name, recorder)
                     stack.callback(setattr, module, name, value)
@@ -67,6 +69,9 @@ def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
         if name in constants:
             signature[name] = "constexpr"
             constexprs[(position,)] = value
+        elif isinstance(value, TensorDescriptor):
+            kind = TYPES[value.base.dtype].removeprefix("*")
+            signature[name] = f"tensordesc<{kind}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
             attrs[(position,)] = [["tt.divisibility", 16]]

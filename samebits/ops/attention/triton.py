@@ -63,7 +63,7 @@ def _tile(q, kt, v, seen, m, w, o, c, ROWS: tl.constexpr, TILE: tl.constexpr, MA
     shift = tl.broadcast_to(-(base * c)[:, None], s.shape)
     p = exp2(tl.fma(s, tl.full(s.shape, c, tl.float32), shift))
     w = tl.fma(w, a, fold(p, ROWS, TILE, 2))
-    o = tl.dot(p.to(tl.bfloat16), v, o * a[:, None])
+    o = tl.dot(p.to(v.dtype), v, o * a[:, None])
     return new, w, o
 
 
@@ -171,7 +171,7 @@ def _rows(
         )  # fmt: skip
         y = tl.div_rn(out, tl.broadcast_to(total[:, None], out.shape)) + 0.0
         y_at = y_ptr + (token[:, None] * H + head) * D + d[None, :]
-        tl.store(y_at, y.to(tl.bfloat16), mask=(i < count)[:, None])
+        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=(i < count)[:, None])
 
 
 @triton.jit
@@ -243,7 +243,7 @@ def _finish(
                 top, total, out = _merge(top, total, out, m, w, o, c)
         y = tl.div_rn(out, tl.broadcast_to(total[:, None], out.shape)) + 0.0
         y_at = y_ptr + (token * heads + tl.program_id(0)) * D + d[None, :]
-        tl.store(y_at, y.to(tl.bfloat16))
+        tl.store(y_at, y.to(y_ptr.dtype.element_ty))
 
 
 @triton.jit

@@ -75,7 +75,8 @@ def tiles_of(shape: Shape) -> tuple[Tile, ...]:
             "at most 8 leaves",
             hint="samebits explain SB0453",
         )
-    longest = length & -length if leaves > 1 else 128
+    # Loops of a single step are not pipelined: the operands of all leaves then lie side by side.
+    longest = max(STEP, min(length & -length, length // 2)) if leaves > 1 else 128
     found = FEW_LEAVES if leaves <= 2 else MANY_LEAVES
     return tuple(dataclasses.replace(tile, bk=min(tile.bk, longest)) for tile in found)
 

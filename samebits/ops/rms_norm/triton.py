@@ -38,7 +38,7 @@ def _kernel(
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(tl.bfloat16)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + at, x, mask=inside)
     wide = x.to(tl.float32)
     total = fold(wide * wide, ROWS, WIDTH, NEAR)
@@ -48,7 +48,7 @@ def _kernel(
     if CENTRED:
         weight = 1.0 + weight
     y = (wide * r[:, None]) * weight[None, :]
-    tl.store(y_ptr + at, y.to(tl.bfloat16), mask=inside)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def rms_norm(

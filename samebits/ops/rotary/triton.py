@@ -50,8 +50,8 @@ def _kernel(
     x1 = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + at + HALF, mask=inside, other=0.0).to(tl.float32)
     y1, y2 = turn(x1, x2, c, s)
-    tl.store(y_ptr + at, y1.to(tl.bfloat16), mask=inside)
-    tl.store(y_ptr + at + HALF, y2.to(tl.bfloat16), mask=inside)
+    tl.store(y_ptr + at, y1.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + at + HALF, y2.to(y_ptr.dtype.element_ty), mask=inside)
     for start in tl.static_range(2 * HALF, D, WIDTH):  # dimensions beyond the table's are copied
         rest = present & (start + i < D)[None, :]
         tail = tl.load(x_ptr + at + start, mask=rest, other=0.0)

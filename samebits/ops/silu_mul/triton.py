@@ -28,7 +28,7 @@ def _kernel(x_ptr, y_ptr, F, BLOCK: tl.constexpr):
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + F, mask=inside, other=0.0).to(tl.float32)
     y = silu_product(gate, up)
-    tl.store(y_ptr + row * F + j, y.to(tl.bfloat16), mask=inside)
+    tl.store(y_ptr + row * F + j, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

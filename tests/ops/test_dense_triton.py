@@ -1,0 +1,144 @@
+"""Hopper kernels of dense models where there is no GPU: control flow, and code for sm90.
+
+Control flow runs under Triton's interpreter in fp32, in a process of its own
+(`dense_interpreted.py`). Neither that nor compiling says anything about a bit on a chip.
+"""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import compiled_sm90
+
+from samebits.ops import gpu
+from samebits.ops.attention import sm90 as attention_sm90
+from samebits.ops.attention import triton as attention
+from samebits.ops.gemm import admission_sm90 as admission
+from samebits.ops.gemm import kernels_sm90
+from samebits.ops.gemm import triton as gemm
+from samebits.ops.logprob import triton as logprob
+from samebits.ops.rms_norm import triton as rms_norm
+from samebits.ops.rotary import triton as rotary
+from samebits.ops.silu_mul import triton as silu_mul
+from samebits.plan import ReductionPlan
+
+# What of `dense_interpreted.py` has to be there, and how large its errors may be: fp32 sums.
+COUNTS = {"products": 24, "rows": 5, "log_probabilities": 15, "digests": 2, "attended": 3}
+TOLERANCE = 3e-6
+SHARED = 227 << 10  # bytes of shared memory that a block of sm90 can have
+
+
+@pytest.fixture(scope="module")
+def errors():
+    return interpreter.run("dense_interpreted.py")
+
+
+@pytest.mark.parametrize("part", COUNTS)
+def test_interpreted(errors, part):
+    assert len(errors[part]) == COUNTS[part]
+    assert all(error <= TOLERANCE for error in errors[part].values()), errors[part]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Launchers take CPU tensors: nothing is launched."""
+    monkeypatch.setattr(gpu, "prepare", lambda index: 132)
+    monkeypatch.setattr(gpu, "require_dtype", lambda name, x, dtype: None)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(gpu.ptxas()))
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def integers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def launches(size: int):
+    """(kernel, arguments) of the launches of a small dense model with heads of `size`."""
+    modules = (rms_norm, rotary, silu_mul, attention, logprob)
+    with compiled_sm90.recorded(*modules) as recorders:
+        for centred in (False, True):
+            rms_norm.rms_norm(bf16(3, 576), bf16(576), 1e-5, centred)
+        rms_norm.add_rms_norm(bf16(3, 576), bf16(3, 576), bf16(576), 1e-5)
+        for inverse in (False, True):
+            at = torch.zeros(3, dtype=torch.int64)
+            rotary.apply(bf16(3, 9, size), at, torch.zeros(8, size), inverse)
+        silu_mul.silu_mul(bf16(3, 3072))
+        q, k = bf16(40, 9, size), bf16(40, 3, size)
+        attention.varlen(q, k, k, integers(0, 40), 40, 0.1)
+        pages = bf16(4, 16, 3, size)
+        tables = torch.zeros(2, 3, dtype=torch.int32), integers(0, 20, 40), integers(20, 20)
+        attention.paged(q, pages, pages, *tables, 20, 0.1)
+        attention.decode(q[:2], pages, pages, *tables, 512, 0.1)
+        attention.ex2(torch.zeros(4))
+        logits, targets = torch.zeros(3, 4096), torch.zeros(3, dtype=torch.int64)
+        for leaves in (1, 4, 8):
+            found, _ = logprob.roots(logits, ReductionPlan(leaves), 4096, targets)
+            logprob.roots(logits[:, :64].contiguous(), ReductionPlan(leaves), 64)
+        for ranks in (2, 4, 8):
+            logprob.fold_ranks(torch.zeros(3, ranks, 2))
+        logprob.log_probs(logits, found, 4000)
+        logprob.gradient(logits, found, targets, torch.zeros(3), 0, 4000)
+        logprob.row_digests(logits, 7, 4000)
+    return [(r.kernel, arguments) for r in recorders for _, arguments in r.calls]
+
+
+def test_every_kernel_of_rows_compiles_for_sm90(no_gpu):
+    seen = set()
+    for kernel, arguments in launches(64):
+        code = compiled_sm90.compiled(kernel, arguments)
+        assert code.asm["cubin"] and code.metadata.shared <= SHARED
+        assert "fma.rn.f32" in code.asm["ptx"] or "fma" not in code.asm["ptx"]
+        seen.add(f"{kernel.__module__.removeprefix('samebits.ops.')}.{kernel.__name__}")
+    assert seen == {
+        "rms_norm.triton._kernel",
+        "rotary.triton._kernel",
+        "silu_mul.triton._kernel",
+        "attention.triton._rows",
+        "attention.triton._partitions",
+        "attention.triton._finish",
+        "attention.triton._ex2",
+        "logprob.triton._pieces",
+        "logprob.triton._roots",
+        "logprob.triton._fold_ranks",
+        "logprob.triton._entries",
+        "logprob.triton._gradient",
+        "logprob.triton._digest",
+    }
+
+
+# Products of the smallest published model with its heads, and what its leaves make of a step.
+PRODUCTS = (
+    (960, 576, 1, torch.bfloat16),
+    (576, 576, 2, torch.bfloat16),
+    (49152, 576, 1, torch.float32),
+    (40, 8 * 48, 8, torch.bfloat16),
+    (256, 512, 4, torch.bfloat16),
+    (256, 256, 2, torch.bfloat16),
+    (64, 128, 8, torch.bfloat16),
+    (8, 64, 1, torch.float32),
+)
+
+
+@pytest.mark.parametrize("shape", PRODUCTS)
+def test_every_unpinned_tile_compiles_for_sm90(no_gpu, shape):
+    n, k, leaves, dtype = shape
+    with compiled_sm90.recorded(kernels_sm90) as recorders:
+        for tile in admission.tiles_of(shape):
+            y = torch.empty(300, n, dtype=dtype)
+            gemm.launch(tile, bf16(300, k), bf16(n, k), y, leaves)
+    (recorder,) = [r for r in recorders if r.calls]
+    for _, arguments in recorder.calls:
+        code = compiled_sm90.compiled(recorder.kernel, arguments)
+        assert code.asm["cubin"] and code.metadata.shared <= SHARED
+
+
+def test_sequences_of_one_length_are_one_run():
+    starts = torch.tensor([0, 5, 10, 10, 13, 18]).numpy()
+    assert list(attention_sm90._runs(starts)) == [(2, 5, 0), (1, 3, 10), (1, 5, 13)]
