@@ -50,6 +50,7 @@ class RolloutSettings:
 
     platform     `cpu` or `sm90`, as `runtime.platform`
     kv_blocks    pages of the KV cache; few of them force preemption
+    cuda_graphs  replay captured decode steps (on a GPU); else every step is eager
     arithmetic   `aligned`, or `stock` for the negative control
     fault        name of a planted fault (negative controls only)
     trace        folder to record operators in while it exists (`samebits.trace`)
@@ -67,6 +68,7 @@ class RolloutSettings:
     kv_blocks: int = 256
     block_size: int = 16
     prefix_caching: bool = True
+    cuda_graphs: bool = False
     seed: int = 0
     arithmetic: str = "aligned"
     fault: str | None = None
@@ -100,7 +102,9 @@ class RolloutSettings:
             "VLLM_PLUGINS": "samebits",
             "VLLM_USE_V2_MODEL_RUNNER": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            # A forked process cannot use a GPU that its parent has asked about.
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork" if self.platform == "cpu" else "spawn",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
             "VLLM_HOST_IP": "127.0.0.1",

@@ -7,15 +7,19 @@ to the driver's log.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from samebits import segments, trace
+from samebits import segments
 from samebits.engines import rollout_wire as wire
 from samebits.engines.rollout_wire import Completion, Request, Score
 from samebits.errors import Refused, SamebitsError
+
+# Share of the GPU's memory that has to be free at start; the cache's size is given in bytes.
+_FREE = 0.1
 
 
 class Server:
@@ -23,15 +27,17 @@ class Server:
 
     def start(self, settings: dict[str, Any]) -> None:
         """Start vLLM with `settings`, the fields of `RolloutSettings` as JSON holds them."""
-        from vllm import LLM
-        from vllm.plugins import load_general_plugins
+        on_gpu = settings["platform"] != "cpu"
+        if on_gpu:  # before vLLM is imported: its own Triton kernels get the same assembler
+            from samebits.ops import gpu
 
-        load_general_plugins()  # plants a fault, if there is one; what it returns is traced
-        trace.install("rollout")  # vLLM forks its other processes from this one
+            os.environ["TRITON_PTXAS_PATH"] = str(gpu.ptxas())
+        from vllm import LLM
+
         self._llm = LLM(
             model=settings["model"],
             skip_tokenizer_init=True,
-            enforce_eager=True,
+            enforce_eager=not settings["cuda_graphs"],
             dtype="bfloat16",
             load_format=settings["load_format"],
             tensor_parallel_size=settings["tensor_parallel_size"],
@@ -46,6 +52,7 @@ class Server:
             seed=settings["seed"],
             mamba_ssm_cache_dtype="float32",  # of recurrent layers, where the model has some
             disable_log_stats=True,
+            **(_on_gpu(settings["cuda_graphs"]) if on_gpu else {}),
         )
 
     def generate(self, requests: list[Request]) -> list[Completion]:
@@ -158,6 +165,14 @@ class Server:
             str(best.finish_reason),
             output.request_id,
         )
+
+
+def _on_gpu(cuda_graphs: bool) -> dict[str, Any]:
+    """Settings that a GPU needs besides: steps in order, and what a captured step is."""
+    own: dict[str, Any] = {"async_scheduling": False, "gpu_memory_utilization": _FREE}
+    if cuda_graphs:
+        own["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return own
 
 
 def _cache_bytes(settings: dict[str, Any]) -> int:

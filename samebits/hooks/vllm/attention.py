@@ -24,13 +24,18 @@ from samebits.errors import Refused
 
 @dataclass
 class Metadata:
-    """query_start_loc [R + 1], seq_lens [R] (with this step's tokens), block_table [R, blocks]."""
+    """query_start_loc [R + 1], seq_lens [R] (with this step's tokens), block_table [R, blocks].
+
+    most, longest   no request has more query tokens, none has more keys; known to the host
+    """
 
     num_actual_tokens: int
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    most: int
+    longest: int
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -52,6 +57,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             common_attn_metadata.seq_lens,
             common_attn_metadata.block_table_tensor,
             common_attn_metadata.slot_mapping,
+            common_attn_metadata.max_query_len,
+            common_attn_metadata.max_seq_len,
         )
 
 
@@ -108,13 +115,17 @@ class _Impl(AttentionImpl):
         tokens = attn_metadata.num_actual_tokens
         keys, values = kv_cache.unbind(0)
         slots = attn_metadata.slot_mapping[:tokens]
-        place = slots // keys.shape[1], slots % keys.shape[1]
-        keys[place] = key[:tokens]
-        values[place] = value[:tokens]
+        self.write(layer, key[:tokens], value[:tokens], keys, values, slots)
         rows = query[:tokens].view(tokens, self.num_heads, self.head_size)
         result = self.attend(rows, keys, values, attn_metadata)
         output[:tokens] = result.view(output[:tokens].shape)
         return output
+
+    def write(self, layer, key, value, keys, values, slots: torch.Tensor) -> None:
+        """Move the keys and values of each token to its slot, a row of a page."""
+        place = slots // keys.shape[1], slots % keys.shape[1]
+        keys[place] = key
+        values[place] = value
 
     def attend(self, query, keys, values, metadata: Metadata) -> torch.Tensor:
         raise NotImplementedError
@@ -135,6 +146,8 @@ class PagedImpl(_Impl):
             metadata.query_start_loc,
             metadata.seq_lens,
             self.scale,
+            most=metadata.most,
+            longest=metadata.longest,
         )
 
 

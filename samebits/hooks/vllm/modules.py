@@ -53,11 +53,9 @@ class AlignedRotaryEmbedding(RotaryEmbedding):
                 required="the halves layout",
                 hint="samebits explain SB0511",
             )
-        self.register_buffer(
-            "table",
-            rotary.table(self.max_position_embeddings, self.rotary_dim, self.base),
-            persistent=False,
-        )
+        with torch.device("cpu"):  # vLLM builds layers with the model's device as the default
+            table = rotary.table(self.max_position_embeddings, self.rotary_dim, self.base)
+        self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
 
     def forward(self, positions, query, key=None):
         """positions [T] int64; query and key turned out of place, None where there is no key."""

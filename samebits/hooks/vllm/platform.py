@@ -40,7 +40,7 @@ class CpuPlatform(VllmCpuPlatform):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker":
-            parallel.worker_cls = "samebits.hooks.vllm.worker.CpuWorker"
+            parallel.worker_cls = "samebits.hooks.vllm.cpu_worker.CpuWorker"
         scheduler = vllm_config.scheduler_config
         scheduler.scheduler_cls = (
             scheduler.scheduler_cls or "samebits.hooks.vllm.scheduler.Scheduler"

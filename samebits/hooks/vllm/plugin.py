@@ -1,7 +1,9 @@
 """Entry points that vLLM calls by itself: `vllm.platform_plugins` and `vllm.general_plugins`.
 
-Both run in every vLLM process (front end, engine core, workers), so both are idempotent and
-cheap. Without a contract, with `SAMEBITS_ARITHMETIC` unset, or beside a GPU they do nothing.
+Both run in every vLLM process (front end, engine core, workers), so both are idempotent and cheap.
+Without a contract and with `SAMEBITS_ARITHMETIC` unset they do nothing, nor does a case of a CPU
+beside a GPU. vLLM swallows what a platform plugin raises and chooses by itself, so a case of a GPU
+always names its platform: that module refuses a host which cannot run it.
 """
 
 from __future__ import annotations
@@ -24,9 +26,22 @@ def _accelerator_present() -> bool:
     return torch.cuda.is_available() or torch.xpu.is_available()
 
 
+def _chosen() -> str | None:
+    """The platform of this process's case, or None where vLLM is left alone."""
+    from samebits import runtime
+
+    if not wanted():
+        return None
+    platform = runtime.platform()
+    return None if platform == "cpu" and _accelerator_present() else platform
+
+
 def platform() -> str | None:
-    """Qualified name of the CPU platform, or None to leave vLLM's own choice alone."""
-    if not wanted() or _accelerator_present():
+    """Qualified name of the platform class, or None to leave vLLM's own choice alone."""
+    chosen = _chosen()
+    if chosen == "sm90":
+        return "samebits.hooks.vllm.cuda.platform.CudaPlatform"
+    if chosen is None:
         return None
     from samebits.hooks.vllm import cpu_ops
 
@@ -37,16 +52,16 @@ def platform() -> str | None:
 def register() -> None:
     """Register the model loader, hybrid models and, when aligned, the out-of-tree layers."""
     global _registered
-    if _registered or not wanted() or _accelerator_present():
+    if _registered or _chosen() is None:
         return
     _registered = True
     import torch._dynamo
 
-    # vLLM wraps a few sampler helpers in torch.compile even with enforce_eager. On a CPU that
-    # asks for a C++ compiler and fuses across rounding points; eager runs the same lines.
+    # vLLM wraps a few sampler helpers in torch.compile even with enforce_eager. On a CPU that asks
+    # for a C++ compiler; on both it fuses across rounding points. Eager runs the same lines.
     torch._dynamo.config.disable = True
 
-    from samebits import faults, runtime
+    from samebits import faults, runtime, trace
     from samebits.hooks.vllm import gdn, loader
 
     loader.register()
@@ -56,3 +71,4 @@ def register() -> None:
 
         faults.install()
         modules.register()
+    trace.install("rollout")  # here, since a worker process may be spawned and inherit nothing

@@ -1,9 +1,9 @@
-"""Model runner that can digest whole logit rows while vLLM computes them."""
+"""Mixin of model runners: digests of whole logit rows while vLLM computes them."""
 
 from __future__ import annotations
 
 import torch
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from samebits import bits
 
@@ -18,13 +18,13 @@ class RowDigests:
         self.on = False
         self._rows: dict[str, dict[int, str]] = {}
 
-    def add(self, request_id: str, first: int, logits: torch.Tensor) -> None:
-        """logits [n, V]: rows that predict tokens first, first + 1, ... of the request."""
+    def add(self, predicted: list[tuple[str, int]], logits: torch.Tensor) -> None:
+        """logits [n, V]; row i predicts the token `predicted[i]` = (request, index)."""
         from samebits.ops import logprob
 
-        rows = self._rows.setdefault(request_id, {})
-        for offset, digest in enumerate(logprob.row_digest(logits.float())):
-            rows[first + offset] = bits.hex_digest(digest)
+        digests = logprob.row_digest(logits.float())
+        for (request_id, index), digest in zip(predicted, digests, strict=True):
+            self._rows.setdefault(request_id, {})[index] = bits.hex_digest(digest)
 
     def take(self) -> dict[str, dict[str, str]]:
         """Everything recorded so far, and forget it."""
@@ -32,8 +32,8 @@ class RowDigests:
         return {key: {str(i): digest for i, digest in value.items()} for key, value in rows.items()}
 
 
-class ModelRunner(CPUModelRunner):
-    """vLLM's CPU runner; observes, computes nothing of its own."""
+class Observing(GPUModelRunner):
+    """In front of a runner of vLLM (all derive from this one); computes nothing of its own."""
 
     def __init__(self, vllm_config, device) -> None:
         super().__init__(vllm_config, device)
@@ -47,18 +47,22 @@ class ModelRunner(CPUModelRunner):
 
     def _sample(self, logits, spec_decode_metadata):
         if self.row_digests.on and logits is not None:
-            for row, request_id in enumerate(self.input_batch.req_ids):
-                if self.discard_request_mask.np[row]:
-                    continue
-                done = self.requests[request_id].num_computed_tokens + self._scheduled[request_id]
-                self.row_digests.add(request_id, done, logits[row : row + 1])
+            ids = self.input_batch.req_ids
+            kept = [row for row in range(len(ids)) if not self.discard_request_mask.np[row]]
+            if kept:
+                predicted = [(ids[row], self._done(ids[row])) for row in kept]
+                self.row_digests.add(predicted, logits[kept])
         return super()._sample(logits, spec_decode_metadata)
+
+    def _done(self, request_id: str) -> int:
+        """Tokens of a request that are computed once this step is: index of the next one."""
+        return self.requests[request_id].num_computed_tokens + self._scheduled[request_id]
 
     def _get_prompt_logprobs_dict(self, hidden_states, num_scheduled_tokens):
         if not self.row_digests.on:
             return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
         pieces = self._prompt_pieces(num_scheduled_tokens)
-        with _observed_logits(self.model, pieces, self.row_digests):
+        with _observed_logits(self.get_model(), pieces, self.row_digests):
             return super()._get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)
 
     def _prompt_pieces(self, scheduled: dict[str, int]) -> list[tuple[str, int, int]]:
@@ -91,4 +95,4 @@ class _observed_logits:
         request_id, first, rows = next(self._pieces)
         if logits.shape[0] != rows:
             raise RuntimeError(f"{request_id}: {logits.shape[0]} logit rows, expected {rows}")
-        self._digests.add(request_id, first, logits)
+        self._digests.add([(request_id, first + i) for i in range(rows)], logits)

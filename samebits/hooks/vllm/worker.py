@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.worker_base import WorkerBase
 
 from samebits import runtime
 from samebits.engines import rollout_wire as wire
@@ -87,8 +87,8 @@ def _contract_digest() -> str:
     return runtime.contract().digest if os.environ.get("SAMEBITS_CONTRACT") else ""
 
 
-class CpuWorker(Extension, CPUWorker):
-    """vLLM's CPU worker that counts scheduler hazards and checks the contract before it loads."""
+class Hooked(Extension, WorkerBase):
+    """In front of one of vLLM's workers: counts scheduler hazards, checks the contract at start."""
 
     @_reply
     def samebits_binding(self) -> dict:
@@ -103,14 +103,17 @@ class CpuWorker(Extension, CPUWorker):
             self.hazards.reset()
         return report
 
+    def new_runner(self) -> Any:
+        """The model runner that takes the place of vLLM's own."""
+        raise NotImplementedError
+
     @wire.reporting()
     def init_device(self) -> None:
         """vLLM's own start, then our model runner, hazard counters and the contract's probes."""
         from samebits.hooks.vllm import hazards
-        from samebits.hooks.vllm.runner import ModelRunner
 
         super().init_device()
-        self.model_runner = ModelRunner(self.vllm_config, self.device)
+        self.model_runner = self.new_runner()
         self.hazards = hazards.of(self.vllm_config, self.model_runner)
         self.binding = _bind()
 
@@ -122,6 +125,11 @@ class CpuWorker(Extension, CPUWorker):
     def determine_available_memory(self) -> int:
         """The KV cache size that was asked for; without one, vLLM's own measurement."""
         return self.cache_config.kv_cache_memory_bytes or super().determine_available_memory()
+
+    @wire.reporting()
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's own; a refusal reaches the driver as one."""
+        return super().compile_or_warm_up_model()
 
     @wire.reporting()
     def execute_model(self, scheduler_output):
