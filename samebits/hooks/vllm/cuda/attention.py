@@ -62,10 +62,12 @@ class PagedBackend(attention.PagedBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """Pages that the kernels take."""
         return [16, 32, 64]
 
     @staticmethod
     def get_builder_cls() -> type[Builder]:
+        """The class that makes the metadata of a step."""
         return Builder
 
     @staticmethod
