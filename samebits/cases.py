@@ -17,6 +17,7 @@ class Status:
     mismatches   leg -> mismatching tokens; leg O is not there, it compares distances, not bits
     not_shown    what the evidence itself says it does not cover
     reproductions   operators whose second run of this evidence holds
+    platform     what the case computes on: `cpu` or `sm90`
     """
 
     case: str
@@ -27,6 +28,7 @@ class Status:
     not_shown: list[str]
     date: str | None
     reproductions: int = 0
+    platform: str = "cpu"
 
     def legs(self) -> list[str]:
         """One text per leg: `A 0 of 1,320`."""
@@ -46,12 +48,14 @@ def status(case: str) -> Status:
     """What the recorded evidence of a case says, recomputed."""
     from samebits.evidence import verify
 
+    platform = "-"  # of a recipe that cannot be read
     try:
+        platform = recipes.load(case).platform
         result = verify(case)
     except NotObserved:
-        return Status(case, "not proved", {}, {}, [], [], None)
+        return Status(case, "not proved", {}, {}, [], [], None, platform=platform)
     except SamebitsError as error:
-        return Status(case, error.error_id, {}, {}, [], [], None)
+        return Status(case, error.error_id, {}, {}, [], [], None, platform=platform)
     report, predicate = result.as_dict(), result.statement.predicate
     return Status(
         case=case,
@@ -62,6 +66,7 @@ def status(case: str) -> Status:
         not_shown=list(predicate["claim"]["not_covered"]),
         date=predicate["environment"]["happenstance"]["finished"][:10],
         reproductions=result.reproductions,
+        platform=platform,
     )
 
 

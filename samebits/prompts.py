@@ -18,6 +18,7 @@ from samebits.errors import Refused, word
 from samebits.recipe import Recipe
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+FILE = "prompts.jsonl"
 _RIGHT, _FORMAT = 1.0, 0.1
 _FIELDS = {"task", "question", "answer"}
 
@@ -40,8 +41,22 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def path(recipe: Recipe) -> Path:
-    """The prompt file of a case; a case without one is proved on synthetic prompts."""
-    return recipe.folder / "prompts.jsonl"
+    """The prompt file of a case; a case without one is proved on synthetic prompts.
+
+    `prompts` of a recipe names another case whose file it is; SB1007 where that has none.
+    """
+    owner = recipe.data.get("prompts")
+    if owner is None:
+        return recipe.folder / FILE
+    file = recipe.folder.parent / owner / FILE
+    if not file.is_file():
+        raise Refused(
+            "SB1007",
+            seen=f"recipe of {recipe.case}: prompts of {owner}, which has no {FILE}",
+            required="a case beside it with a prompt file",
+            hint="samebits case list",
+        )
+    return file
 
 
 def load(recipe: Recipe, tokenizer: Any) -> list[Prompt]:

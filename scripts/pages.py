@@ -43,12 +43,13 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def case_table() -> str:
-    """Per case: verdict, then tokens and mismatches of each leg."""
+    """Per case: platform and verdict, then tokens and mismatches of each leg."""
     rows = []
     for status in cases.all_statuses():
         rows.append(
             [
                 f"[{status.case}](cases/{status.case}/recipe.md)",
+                status.platform,
                 status.verdict,
                 ", ".join(status.legs()) or "-",
                 "; ".join(status.not_shown) or "-",
@@ -57,7 +58,7 @@ def case_table() -> str:
             ]
         )
     legend = "\n".join(f"- **{leg}**: {text}" for leg, text in LEGS.items())
-    columns = ["case", "verdict", "mismatches of tokens, per leg", "not shown", "date"]
+    columns = ["case", "platform", "verdict", "mismatches of tokens, per leg", "not shown", "date"]
     table = _table([*columns, "reproduced"], rows)
     return f"{table}\n\n{legend}"
 

@@ -27,10 +27,11 @@ def list_cases(
     if as_json:
         show_json([status.as_dict() for status in found])
         return
-    columns = ("case", "verdict", "mismatches of tokens, per leg", "date", "stale")
+    columns = ("case", "platform", "verdict", "mismatches of tokens, per leg", "date", "stale")
     rows = [
         (
             status.case,
+            status.platform,
             status.verdict,
             "\n".join(status.legs()) or "-",
             status.date or "-",
@@ -60,6 +61,7 @@ def show(
     record = {
         "case": recipe.case,
         "recipe": recipe.digest,
+        "platform": recipe.platform,
         "architecture": recipe.architecture,
         "series": dict(recipe.series),
         "trainer_tp": list(recipe.trainer_tp),
@@ -72,6 +74,7 @@ def show(
         return
     lines = {
         "case": [recipe.case],
+        "platform": [recipe.platform],
         "architecture": [recipe.architecture],
         "recipe": [recipe.digest],
         "series": [f"{upstream}: {name}" for upstream, name in recipe.series.items()],

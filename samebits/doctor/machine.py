@@ -69,7 +69,7 @@ def examine(workspace: Workspace | None = None, *, own_job: bool = False) -> lis
         *_locked(workspace),
         *_upstreams(workspace),
         *_chip(),
-        *_gpu_tools(),
+        *_gpu_tools(own_job),
         *_variables(own_job),
         *_room(workspace),
     ]
@@ -152,7 +152,8 @@ def _chip() -> Iterator[Finding]:
             yield Finding("cpu", "problem", f"no {', '.join(missing)}", required, "lscpu")
         else:
             yield Finding("cpu", "ok", env.chip())
-        yield Finding("gpu", "note", "none found: engines compute on the CPU")
+        seen = "none found: engines compute on the CPU, and cases of platform sm90 are refused"
+        yield Finding("gpu", "note", seen)
         return
     kinds = sorted({f"{gpu['name']} ({gpu['compute_cap']})" for gpu in gpus})
     if len(kinds) > 1:
@@ -163,11 +164,25 @@ def _chip() -> Iterator[Finding]:
         yield Finding("gpu", "ok", f"{len(gpus)} x {kinds[0]}, driver {gpus[0]['driver_version']}")
     triton, fla = env.version("triton"), env.version("fla-core")
     hopper = any(gpu["compute_cap"] == "9.0" for gpu in gpus)
+    yield from _sm90(hopper, triton)
     if hopper and fla and triton and (3, 4) <= _numbers(triton) < (3, 7, 1):
         seen = f"fla-core {fla} with triton {triton} on compute capability 9.0"
         required = "another backward: fla-core refuses its own here as miscompiled"
         fix = "pip install --no-deps triton==3.7.1"
         yield Finding("fla-core", "warning", seen, required, fix)
+
+
+def _sm90(hopper: bool, triton: str | None) -> Iterator[Finding]:
+    """What a case of platform sm90 needs; ptxas is judged with the other tools."""
+    required = "compute capability 9.0 (H100, H200), torch and Triton"
+    lacking = [] if hopper else ["no GPU of compute capability 9.0"]
+    lacking += [f"no {name}" for name in ("torch", "triton") if not env.version(name)]
+    if lacking:
+        fix = "nvidia-smi" if not hopper else "pip install torch"
+        yield Finding("sm90", "warning", ", ".join(lacking), required, fix)
+    else:
+        seen = f"torch {env.version('torch')}, triton {triton}: cases of platform sm90 can run"
+        yield Finding("sm90", "ok", seen)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -184,13 +199,15 @@ def _ptxas_version(path: str) -> tuple[int, ...] | None:
     return tuple(map(int, found.groups())) if found else None
 
 
-def _gpu_tools() -> Iterator[Finding]:
+def _gpu_tools(own_job: bool) -> Iterator[Finding]:
+    """Our kernels are assembled by the newer ptxas of Triton's wheel, a job's own by the other."""
     gpus = env.gpus()
     if not gpus:
         return
     spec = find_spec("triton")
     folder = Path(spec.origin or "").parent / "backends" / "nvidia" / "bin" if spec else None
-    chosen = os.environ.get("TRITON_PTXAS_PATH") or (str(folder / "ptxas") if folder else "ptxas")
+    own = str(folder / ("ptxas" if own_job else "ptxas-blackwell")) if folder else "ptxas"
+    chosen = os.environ.get("TRITON_PTXAS_PATH") or own
     version = _ptxas_version(chosen)
     seen = ".".join(map(str, version)) if version else "not found"
     if version and version[:2] >= _MIN_PTXAS:

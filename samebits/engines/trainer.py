@@ -428,7 +428,7 @@ def _use_gpu(index: int) -> None:
     gpu.prepare(index)
     torch.cuda.set_device(index)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _rows_of(values: Iterable[torch.Tensor]) -> torch.Tensor:

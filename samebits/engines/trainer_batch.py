@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -84,7 +85,11 @@ class Inputs:
     def to(self, device: torch.device) -> Inputs:
         """The same with every tensor on `device`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moved = {k: v.to(device) for k, v in fields.items() if isinstance(v, torch.Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in fields.items()
+            if isinstance(value, torch.Tensor)
+        }
         return dataclasses.replace(self, **moved)
 
 

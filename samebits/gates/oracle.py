@@ -13,8 +13,12 @@ from pathlib import Path
 from samebits.gates.streams import Stream
 
 
-def score(model_dir: Path, sequences: Sequence[Sequence[int]]) -> Stream:
-    """Score whole sequences (token ids); position i holds log p(token i | tokens < i)."""
+def score(model_dir: Path, sequences: Sequence[Sequence[int]], device: str = "cpu") -> Stream:
+    """Score whole sequences (token ids); position i holds log p(token i | tokens < i).
+
+    device   `cpu` or `cuda`, where products keep all bits of fp32 (no TF32) and attention is plain
+             torch, because fused kernels may not keep them
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,6 +26,9 @@ def score(model_dir: Path, sequences: Sequence[Sequence[int]]) -> Stream:
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     config = AutoConfig.from_pretrained(model_dir)
+    if device == "cuda":
+        config._attn_implementation = "eager"
+        torch.set_float32_matmul_precision("highest")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     state = {name: tensor.float() for name, tensor in open_model(model_dir)}
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -29,16 +36,16 @@ def score(model_dir: Path, sequences: Sequence[Sequence[int]]) -> Stream:
     if set(missing) - tied or unexpected:
         raise RuntimeError(f"oracle weights: missing {missing}, unexpected {unexpected}")
     model.tie_weights()
-    model.eval()
+    model.eval().to(device)
     stream = Stream()
     with torch.inference_mode():
         for index, sequence in enumerate(sequences):
             if len(sequence) < 2:
                 continue
-            ids = torch.tensor([list(sequence)])
+            ids = torch.tensor([list(sequence)], device=device)
             logits = model(ids).logits[0, :-1].double()
             logp = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-            stream.add(index, 1, sequence[1:], logp.float().numpy())
+            stream.add(index, 1, sequence[1:], logp.float().cpu().numpy())
     return stream
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from samebits import evidence, faults, files
 from samebits import recipe as recipes
 from samebits.contract import Contract
-from samebits.contract.platform import describe
+from samebits.contract.platform import describe, require
 from samebits.evidence import DifferenceReport, required, rows
 from samebits.evidence.pairs import of_layouts
 from samebits.evidence.statement import Statement
@@ -35,6 +35,9 @@ from samebits.gates.streams import Counts, Stream, compare
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
 
+# Tokens of the longest sequence up to which runs that are not recorded fill the stress engine.
+_SHORT = 512
+
 
 @dataclass(frozen=True)
 class Size:
@@ -46,6 +49,10 @@ class Size:
     alike moves no weight, so the aligned arm of `quick` takes three to see one that does.
 
     control_prompt   prompts of the control capsule are shorter than this
+    control_tokens   step budget of control engines
+    alone_decoded    of the `alone` sequences, how many decode alone as well
+    stress_*         step budget, sequences at a time and pages of the stress engine
+                     A None leaves what `gates.stages` says.
     flag             option of `samebits prove` that asks for this size, with a leading blank
     """
 
@@ -58,6 +65,11 @@ class Size:
     stock_rl_steps: int | None = 2
     stock_rl_prompts: int | None = None
     control_prompt: int = 64
+    control_tokens: int | None = None
+    alone_decoded: int | None = None
+    stress_tokens: int | None = None
+    stress_seqs: int | None = None
+    stress_blocks: int | None = None
     flag: str = ""
 
     @classmethod
@@ -73,19 +85,21 @@ class Size:
     @classmethod
     def of(cls, recipe: Recipe, *, quick: bool, record: bool) -> Size:
         """The size that the options of `samebits prove` ask for."""
-        if quick and recipe.gdn_schedule is not None:
+        if record:
+            sizes: Mapping[str, Any] = recipe.run
+            return replace(cls.full(), **sizes)
+        size = cls.quick() if quick else cls()
+        if recipe.gdn_schedule is not None:
             # Pages of states are large: a short response never needs one that is not there, and
             # a request has to hold two of them when it is preempted. Distances of leg O are within
             # some percent of stock's, so that a few hundred tokens do not tell them apart.
-            return replace(
-                cls.quick(), requests=20, response=24, control_requests=16, control_prompt=400
-            )
-        if quick:
-            return cls.quick()
-        if not record:
-            return cls()
-        sizes: Mapping[str, Any] = recipe.run
-        return replace(cls.full(), **sizes)
+            if not quick:
+                return size
+            return replace(size, requests=20, response=24, control_requests=16, control_prompt=400)
+        if recipe.engine["max_model_len"] > _SHORT:
+            # The stress engine has more pages: without more to hold, no request is preempted.
+            return replace(size, requests=32, response=48)
+        return size
 
 
 @dataclass(frozen=True)
@@ -105,14 +119,15 @@ class Outcome:
 def open_run(case: str, size: Size, prefix: str = "") -> Run:
     """Recipe, contract and model of a case; everything missing is prepared or refused.
 
-    Refused before anything is downloaded or started: a contract that does not fit the recipe,
-    sources that are not those it binds (SB0309), a patched tree that is missing (SB0115) or was
-    edited (SB0114).
+    Refused before anything is downloaded or started: a platform that this machine is not (SB0450,
+    SB0451), a contract that does not fit the recipe, sources that are not those it binds (SB0309),
+    a patched tree that is missing (SB0115) or was edited (SB0114).
     """
     from samebits.patching import trees
     from samebits.weights import sources
 
     recipe = recipes.load(case)
+    require(recipe.platform)
     contract = Contract.of(recipe)
     contract.check_sources()
     for upstream, series in recipe.series.items():
@@ -213,7 +228,7 @@ def _relaxed(recipe: Recipe, comparisons, oracles) -> Recipe:
 
 def _stages(run: Run, size: Size) -> dict[str, Stage]:
     """Run what the recipe's legs need, side by side, with what finds a broken setup first."""
-    budget = stages.stress(run.recipe)["max_num_batched_tokens"]
+    budget = stages.stress(run)["max_num_batched_tokens"]
     requests = workload.main(run.recipe, run.model, size.requests, size.response, budget)
     capsule.write(requests, run.folder / "capsule.json")
     controls = workload.control(

@@ -9,10 +9,21 @@ from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.trainer_process import TrainerProcess
 from samebits.gates import capsule, oracle, semantic, workload
 from samebits.gates.run import Run, Stage
-from samebits.recipe import Recipe
 
-# The stress engine: a small step budget splits prompts, few pages force preemption.
-STRESS = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "kv_blocks": 34}
+# The stress engine: a small step budget splits prompts, few pages force preemption: `stress` takes
+# two more than the longest sequence fills, unless the size of the run says how many.
+STRESS = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
+_SPARE_PAGES = 2
+# Setting of the stress engine -> option of a run that replaces it (`gates.prove.Size`).
+_STRESS_OPTIONS = {
+    "max_num_batched_tokens": "stress_tokens",
+    "max_num_seqs": "stress_seqs",
+    "kv_blocks": "stress_blocks",
+}
+# Step budget of the engines of negative controls.
+_CONTROL_BUDGET = 64
+# Tokens of one forward pass of the trainer: decides memory, and how much of a chip is busy.
+_MICRO_TOKENS = {"cpu": 512, "sm90": 8192}
 # The same where layers keep a state. Without a prefix cache a prompt may be cut anywhere: slices of
 # 65 tokens alone, of 64 beside one decode, of 63 beside two, and so on.
 SLICED = {
@@ -43,20 +54,26 @@ def trainer(run: Run, **changes) -> TrainerProcess:
         contract=run.recipe.contract_path,
         python_paths=paths,
         platform=run.recipe.platform,
+        micro_tokens=_MICRO_TOKENS[run.recipe.platform],
         **changes,
     )
     process.load(run.model)
     return process
 
 
-def stress(recipe: Recipe) -> dict[str, int]:
-    """Settings of the stress engine for the model of a case."""
-    return STRESS if recipe.gdn_schedule is None else SLICED
+def stress(run: Run) -> dict[str, int]:
+    """Settings of the stress engine for the model and the size of a run."""
+    if run.recipe.gdn_schedule is not None:
+        return SLICED
+    engine = run.recipe.engine
+    pages = engine["max_model_len"] // engine["block_size"] + _SPARE_PAGES
+    plain = {**STRESS, "kv_blocks": pages}
+    return {name: run.options.get(_STRESS_OPTIONS[name], value) for name, value in plain.items()}
 
 
 def rollout_stress(run: Run, requests: Sequence[capsule.Request]) -> Stage:
     """Aligned decode with everything that the scheduler can do to a request."""
-    with RolloutEngine(_settings(run, **stress(run.recipe))) as engine:
+    with RolloutEngine(_settings(run, **stress(run))) as engine:
         meaning = semantic.ask(engine)
         semantic.check(meaning, run.recipe)
         engine.row_digests(True)
@@ -158,6 +175,8 @@ def rollout_plain(
 ) -> Stage:
     """Aligned prefill without prefix caching: in one batch, alone, and alone in decode.
 
+    alone   so many of the shortest sequences; the option `alone_decoded` says how many of them
+            decode alone as well (default: all), which takes a step of the engine for each token
     `extra` (the control capsule's sequences) is scored too, for the oracle leg.
     """
     settings = plain(run, whole)
@@ -171,15 +190,17 @@ def rollout_plain(
         few = sorted(range(len(whole)), key=lambda i: len(whole[i]))[:alone]
         single = [engine.score([whole[i]])[0] for i in few]
         single_digests = engine.row_digests(False)
-        again = [engine.generate(workload.to_engine([requests[i]]))[0] for i in few]
+        fewer = few[: run.options.get("alone_decoded", alone)]
+        again = [engine.generate(workload.to_engine([requests[i]]))[0] for i in fewer]
         alone_hazards = engine.stats(reset=True)
         extra_scores = engine.score(extra)
         digest = engine.contract_digest()
     alone_stream, again_stream = workload.Stream(), workload.Stream()
-    for i, score, done in zip(few, single, again, strict=True):
+    for i, score in zip(few, single, strict=True):
         rows = single_digests.get(score.request_id)
         part = workload.scored([whole[i]], [score], {score.request_id: rows or {}}, base=i)
         alone_stream.extend(part)
+    for i, done in zip(fewer, again, strict=True):
         again_stream.extend(workload.decoded([requests[i]], [done], base=i))
     return Stage(
         {
@@ -204,7 +225,7 @@ def rollout_control(
         run,
         arithmetic=arithmetic,
         fault=fault,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=run.options.get("control_tokens", _CONTROL_BUDGET),
         max_num_seqs=16,
         prefix_caching=False,
     )
@@ -263,5 +284,6 @@ def trainer_score(
 
 def fp32_oracle(run: Run, whole: Sequence[Sequence[int]]) -> Stage:
     """Leg O's reference for the control capsule's sequences."""
-    stream = oracle.score(run.model, whole)
+    device = "cpu" if run.recipe.platform == "cpu" else "cuda"
+    stream = oracle.score(run.model, whole, device)
     return Stage({"oracle": stream.shifted(workload.CONTROL_BASE)}, {})

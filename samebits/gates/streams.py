@@ -138,6 +138,13 @@ def _finite(columns: dict[str, np.ndarray]) -> np.ndarray:
     return np.isfinite(columns["bits"].view(np.float32))
 
 
+def _shown(columns: dict[str, np.ndarray], i: int, what: str) -> str:
+    """What was compared of row `i`, in hex."""
+    if what == "row":
+        return f"{columns['digest_high'][i]:016x}{columns['digest_low'][i]:016x}"
+    return f"{columns['bits'][i]:08x}"
+
+
 def _to_first_other(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> np.ndarray:
     """Which rows come no later in their sequence than the first token that differs."""
     other = a["token"] != b["token"]
@@ -181,12 +188,6 @@ def compare(left: Stream, right: Stream, what: str = "logprob", *, sampled: bool
         differs = (a["digest_low"] != b["digest_low"]) | (a["digest_high"] != b["digest_high"])
         differs |= _nan(a) | _nan(b)
         values = None
-        shown = [
-            f"{h:016x}{lo:016x}" for h, lo in zip(a["digest_high"], a["digest_low"], strict=True)
-        ]
-        other = [
-            f"{h:016x}{lo:016x}" for h, lo in zip(b["digest_high"], b["digest_low"], strict=True)
-        ]
         digests = (
             _sha(np.stack([a["digest_high"], a["digest_low"]])),
             _sha(np.stack([b["digest_high"], b["digest_low"]])),
@@ -194,15 +195,17 @@ def compare(left: Stream, right: Stream, what: str = "logprob", *, sampled: bool
     else:
         differs = (a["bits"] != b["bits"]) | _nan(a) | _nan(b)
         values = mismatch.measure(a["bits"], b["bits"])
-        shown = [f"{x:08x}" for x in a["bits"]]
-        other = [f"{x:08x}" for x in b["bits"]]
         differs |= other_token
         digests = (_sha(a["bits"]), _sha(b["bits"]))
     first = None
     if differs.any():
         i = int(np.flatnonzero(differs)[0])
         first = FirstDifference(
-            int(a["sequence"][i]), int(a["position"][i]), int(a["token"][i]), shown[i], other[i]
+            int(a["sequence"][i]),
+            int(a["position"][i]),
+            int(a["token"][i]),
+            _shown(a, i, what),
+            _shown(b, i, what),
         )
     finite = differs & _finite(a) & _finite(b)
     return Counts(len(differs), int(differs.sum()), int(finite.sum()), values, first, *digests)

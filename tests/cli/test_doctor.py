@@ -332,3 +332,17 @@ def test_command(monkeypatch, capsys, checkout):
     assert cli.run(["doctor", "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert [f["check"] for f in found if f["severity"] == "problem"] == ["SAMEBITS_FAULT"]
+
+
+def test_what_cases_of_sm90_need(monkeypatch):
+    monkeypatch.setattr(
+        env, "version", lambda name: {"torch": "2.11.0", "triton": "3.6.0"}.get(name)
+    )
+    assert find("sm90") == [] and "sm90 are refused" in one("gpu").seen
+    monkeypatch.setattr(env, "gpus", lambda: (H200,))
+    assert one("sm90").severity == "ok"
+    monkeypatch.setattr(env, "gpus", lambda: (B200,))
+    assert one("sm90").severity == "warning"
+    monkeypatch.setattr(env, "gpus", lambda: (H200,))
+    monkeypatch.setattr(env, "version", lambda name: None)
+    assert "no triton" in one("sm90").seen

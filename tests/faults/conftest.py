@@ -122,7 +122,7 @@ def dense(tmp_path_factory) -> Healthy:
     folder = tmp_path_factory.mktemp("dense")
     legs = {name: ANY for name in "ABCF"}
     run = _open(_case(folder / "faults-dense", "qwen3-tiny", DENSE, legs), folder)
-    budget = stages.stress(run.recipe)["max_num_batched_tokens"]
+    budget = stages.stress(run)["max_num_batched_tokens"]
     requests = workload.main(run.recipe, run.model, REQUESTS, RESPONSE, budget)
     controls = workload.control(run.recipe, run.model, 4, 8, 32)
     done = {"rollout_stress": stages.rollout_stress(run, requests)}

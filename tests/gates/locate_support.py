@@ -64,7 +64,7 @@ def arms_of(run: Run, lengths=(80, 70, 33), response: int = 6) -> Arms:
         )
         for length, tag in zip(lengths, tags, strict=True)
     ]
-    settings = RolloutSettings.of(run.recipe, run.model, **stages.stress(run.recipe))
+    settings = RolloutSettings.of(run.recipe, run.model, **stages.stress(run))
     with RolloutEngine(settings) as engine:
         done = engine.generate(workload.to_engine(requests))
     whole = workload.sequences(requests, done)

@@ -9,6 +9,7 @@ from samebits.contract import Contract
 from samebits.contract.build import seal
 from samebits.errors import Refused
 from samebits.gates import prove
+from samebits.ops import gpu
 from samebits.patching import trees
 from samebits.weights import sources
 
@@ -63,4 +64,17 @@ def test_a_changed_operator_is_refused_before_anything_starts(prepared, monkeypa
         prove.open_run(CASE, prove.Size())
     assert caught.value.seen.startswith("rope: source of rope.cpu.")
     assert caught.value.hint == f"samebits contract diff {CASE}"
+    assert prepared == []
+
+
+def test_a_platform_that_this_machine_is_not_is_refused_before_anything(prepared, monkeypatch):
+    gpu_only = "smollm2-135m-h200"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(
+        Contract, "of", classmethod(lambda cls, recipe: prepared.append("contract"))
+    )
+    gpu.prepare.cache_clear()
+    with pytest.raises(Refused, match="SB0451") as caught:
+        prove.open_run(gpu_only, prove.Size())
+    assert (caught.value.seen, caught.value.hint) == ("no usable GPU", "samebits doctor")
     assert prepared == []

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 import types
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.errors import Refused
+from samebits.gates import stages
 from samebits.gates.prove import Size, locked_run
 from samebits.gates.run import Run, Stage
 from samebits.gates.streams import Stream, compare
@@ -90,6 +93,27 @@ def test_a_recipe_decides_the_size_of_its_recorded_run_only():
     assert Size.of(dense, quick=True, record=False) == Size.quick()
     assert Size.of(hybrid, quick=True, record=False).flag == " --quick"
     assert Size.of(hybrid, quick=False, record=False) == Size()
+
+
+def test_the_size_of_a_run_reaches_the_stress_engine():
+    recipe = recipes.load("smollm2-135m-h200")
+    size = Size.of(recipe, quick=False, record=True)
+    sizes = {k: v for k, v in asdict(size).items() if isinstance(v, int)}
+    full = SimpleNamespace(recipe=recipe, options=sizes)
+    assert stages.stress(full) == {
+        "max_num_batched_tokens": recipe.run["stress_tokens"],
+        "max_num_seqs": recipe.run["stress_seqs"],
+        "kv_blocks": recipe.run["stress_blocks"],
+    }
+
+
+@pytest.mark.parametrize("case", ["smollm2-135m", "smollm2-135m-h200"])
+def test_the_longest_sequence_fits_in_the_pages_of_the_stress_engine(case):
+    recipe = recipes.load(case)
+    pages = stages.stress(SimpleNamespace(recipe=recipe, options={}))["kv_blocks"]
+    assert pages * recipe.engine["block_size"] >= recipe.engine["max_model_len"]
+    quick = Size.of(recipe, quick=True, record=False)
+    assert quick.flag == " --quick" and quick.stress_blocks is None
 
 
 # `samebits prove` with the engines' interpreter replaced by one that never answers: everything

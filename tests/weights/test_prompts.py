@@ -79,3 +79,13 @@ def test_broken_files_are_refused(tmp_path, edit):
 def test_a_case_without_prompts_is_refused():
     with pytest.raises(Refused, match="SB1007"):
         prompts.load(recipe.load("qwen3-tiny"), Words())
+
+
+def test_a_case_may_name_the_prompts_of_another(tmp_path):
+    owner = recipe.load("smollm2-135m")
+    case = recipe.load("smollm2-135m-h200")
+    assert case.data["prompts"] == owner.case
+    assert prompts.path(case) == owner.folder / "prompts.jsonl"
+    alone = dataclasses.replace(case, path=tmp_path / "cases" / case.case / "recipe.yaml")
+    with pytest.raises(Refused, match="SB1007"):  # never proved on synthetic prompts instead
+        prompts.path(alone)

@@ -157,7 +157,7 @@ def _batch(subject: Subject) -> dict[str, Arm]:
 
 
 def _mixed(subject: Subject) -> dict[str, Arm]:
-    settings = _settings(subject, **stages.stress(subject.run.recipe))
+    settings = _settings(subject, **stages.stress(subject.run))
     return {"decode-mixed": _decoded(subject, settings, [range(len(subject.requests))])}
 
 

@@ -23,6 +23,8 @@ AGREE = (
     "depends on when requests arrive"
 )
 
+ON_REQUEST = "not traced: on a GPU that takes a run of its own, by the command below"
+
 
 def command(run: Run, sequence: int, comparison: str) -> str:
     """The command that computes `sequence` by the arms behind `comparison`, and nothing else."""
@@ -133,6 +135,9 @@ def reports(run: Run, comparisons: Sequence[Mapping]) -> list[DifferenceReport]:
             "command": command(run, sequence, name),
             "step": _step(sequence, name),
         }
+        if run.recipe.platform != "cpu":
+            found.append(DifferenceReport(**report, note=ON_REQUEST))
+            continue
         try:
             say(f"{name} differs in sequence {sequence}: computing it again, traced")
             key = sequence, name == REFITS
