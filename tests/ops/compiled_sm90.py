@@ -75,6 +75,8 @@ def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
         elif isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
             attrs[(position,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape}>"
         else:
             signature[name] = TYPES[type(value)]
     options = {name: arguments[name] for name in OPTIONS if name in arguments}

@@ -18,7 +18,13 @@ import compiled_sm90
 from samebits.ops import gdn, gpu
 from samebits.ops.conv1d import triton as conv1d
 from samebits.ops.gated_rms_norm import triton as gated_rms_norm
-from samebits.ops.gdn import triton_backward, triton_chunk, triton_decode
+from samebits.ops.gdn import (
+    triton_backward,
+    triton_chunk,
+    triton_decode,
+    triton_inverse,
+    triton_scan,
+)
 from samebits.ops.gdn_gate import triton as gdn_gate
 from samebits.ops.l2_norm import triton as l2_norm
 
@@ -52,7 +58,7 @@ def test_interpreted(errors, check):
 def launches():
     """(kernel, arguments) of every launch on operands of the real head size."""
     modules = (
-        triton_chunk, triton_decode, triton_backward, conv1d, l2_norm, gdn_gate, gated_rms_norm,
+        triton_inverse, triton_scan, triton_chunk, triton_decode, triton_backward, conv1d, l2_norm, gdn_gate, gated_rms_norm,
     )  # fmt: skip
     tokens, key_heads, heads, size = 130, 1, 2, 128
     k = torch.zeros(tokens, key_heads, size, dtype=torch.bfloat16)
@@ -91,8 +97,10 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         assert code.asm["cubin"]
         seen.add(f"{kernel.__module__.removeprefix('samebits.ops.')}.{kernel.__name__}")
     assert seen == {
-        "gdn.triton_chunk._prepare",
-        "gdn.triton_chunk._scan",
+        "gdn.triton_inverse._begin",
+        "gdn.triton_inverse._lower",
+        "gdn.triton_inverse._solve",
+        "gdn.triton_scan._scan",
         "gdn.triton_chunk._rows",
         "gdn.triton_chunk._recur",
         "gdn.triton_chunk._save",

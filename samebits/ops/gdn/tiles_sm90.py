@@ -10,19 +10,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """Columns of the value dimension in one block, warps, stages of the pipelined loop."""
+    """Warps, columns of the value dimension or heads in one block, stages of a pipelined loop."""
 
-    columns: int
     warps: int
+    columns: int = 0
+    heads: int = 1
     stages: int = 1
 
 
-PREPARE = Tile(columns=0, warps=4)
-SCAN = Tile(columns=32, warps=8, stages=2)
-ROWS = Tile(columns=64, warps=4)
+BEGIN = Tile(heads=8, warps=1)
+LOWER = Tile(warps=4)
+SOLVE = Tile(warps=1)
+SCAN = Tile(columns=64, warps=4, stages=3)
+ROWS = Tile(columns=128, warps=4, stages=2)
 RECUR = Tile(columns=32, warps=4)
-DECODE_ROW = Tile(columns=0, warps=4)
+DECODE_ROW = Tile(warps=4)
 DECODE_STATE = Tile(columns=32, warps=4)
 DECODE_RECUR = Tile(columns=32, warps=4)
 REVERSE = Tile(columns=32, warps=4)
 GRADIENTS = Tile(columns=32, warps=8)
+TABLE = 128  # sequences that the first pass looks at together

@@ -20,21 +20,20 @@ from samebits.ops import gpu
 from samebits.ops.device import exp2_32
 from samebits.ops.gdn import tiles_sm90 as tiles
 from samebits.ops.gdn.cpu import CHUNK
-from samebits.ops.gdn.triton_chunk import (
-    boundaries,
+from samebits.ops.gdn.triton_chunk import boundaries, whole_sequences
+from samebits.ops.gdn.triton_parts import (
     decays,
     last_of,
     load_keys,
     load_rows,
     load_scalars,
     place,
-    whole_sequences,
 )
 
 
 @triton.jit
 def _reverse(
-    q_ptr, k_ptr, beta_ptr, do_ptr, gamma_ptr, t_ptr, dr_ptr, dexit_ptr, dh_ptr, scale,
+    q_ptr, k_ptr, beta_ptr, do_ptr, rows_ptr, t_ptr, dr_ptr, dexit_ptr, dh_ptr, scale,
     base_ptr, starts_ptr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -61,7 +60,7 @@ def _reverse(
         q = load_rows(q_ptr, q_ptr, first, 0, high, key_head, d, HK, K, CHUNK, False)
         do = load_rows(do_ptr, do_ptr, first, 0, high, head, columns, HV, V, CHUNK, False)
         beta = load_scalars(beta_ptr, beta_ptr, first, 0, high, head, HV, CHUNK, False)
-        gamma = tl.load(gamma_ptr + at * CHUNK + i)
+        gamma = tl.load(rows_ptr + at * (4 * CHUNK) + i)
         t = tl.load(t_ptr + at * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :])
         last = last_of(gamma, CHUNK)
         reach = exp2_32(gamma)[:, None]
@@ -81,16 +80,16 @@ def _reverse(
 
 @triton.jit
 def _gradients(
-    q_ptr, k_ptr, v_ptr, beta_ptr, do_ptr, gamma_ptr, u_ptr, entry_ptr, dr_ptr, dexit_ptr,
+    q_ptr, k_ptr, v_ptr, beta_ptr, do_ptr, rows_ptr, u_ptr, entry_ptr, dr_ptr, dexit_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, scale,
-    owner_ptr, base_ptr, starts_ptr, context_ptr,
+    places_ptr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the operands at the rows of one chunk and value head."""
     chunk = tl.program_id(0)
     head = tl.program_id(1)
-    sequence, first, low, high = place(chunk, owner_ptr, base_ptr, starts_ptr, context_ptr, CHUNK)
+    sequence, first, low, high = place(chunk, places_ptr)
     if sequence >= 0:
         key_head = head // (HV // HK)
         i = tl.arange(0, CHUNK)
@@ -109,11 +108,12 @@ def _gradients(
             columns = part * COLUMNS + tl.arange(0, COLUMNS)
             row_at = at * (CHUNK * V) + i[:, None] * V + columns[None, :]
             state_at = at * (K * V) + d[:, None] * V + columns[None, :]
+            turned = at * (K * V) + columns[None, :] * K + d[:, None]
             do = load_rows(do_ptr, do_ptr, first, low, high, head, columns, HV, V, CHUNK, False)
             v = load_rows(v_ptr, v_ptr, first, low, high, head, columns, HV, V, CHUNK, False)
-            u = tl.load(u_ptr + row_at)
+            u = tl.load(u_ptr + at * (CHUNK * V) + columns[None, :] * CHUNK + i[:, None])
             dr = tl.load(dr_ptr + row_at)
-            entry = tl.load(entry_ptr + state_at)
+            entry = tl.load(entry_ptr + turned)
             dexit = tl.load(dexit_ptr + state_at)
             wide = dr.to(tl.float32)
             token = ((first + i).to(tl.int64) * HV + head)[:, None] * V + columns[None, :]
@@ -130,7 +130,7 @@ def _gradients(
         kt = load_keys(k_ptr, k_ptr, first, low, high, key_head, HK, K, CHUNK, False)
         k = tl.trans(kt)
         q = load_rows(q_ptr, q_ptr, first, low, high, key_head, d, HK, K, CHUNK, False)
-        gamma = tl.load(gamma_ptr + at * CHUNK + i)
+        gamma = tl.load(rows_ptr + at * (4 * CHUNK) + i)
         last = last_of(gamma, CHUNK)
         decay = decays(gamma, CHUNK)
         reach = exp2_32(gamma)
@@ -191,8 +191,9 @@ def gradients(
     heads, size = v.shape[1:]
     h, at = whole_sequences(v, key_size, initial_state, starts)
     work, _ = boundaries(k, v, g, beta, [h], at, raw=False)
-    chunks, sequences = len(at.owner), len(at.slots)
-    dr, dexit = torch.empty_like(work.u), torch.empty_like(work.entry)
+    chunks, sequences = len(at.places), len(at.slots)
+    dr = work.u.new_empty((chunks, heads, CHUNK, size))
+    dexit = work.entry.new_empty((chunks, heads, key_size, size))
     dh = torch.empty_like(h)
     dq = g.new_zeros((tokens, heads, key_size))
     dk, dv = torch.zeros_like(dq), torch.zeros_like(v)
@@ -201,13 +202,13 @@ def gradients(
     tile = tiles.REVERSE
     columns = min(tile.columns, size)
     _reverse[(size // columns, heads, sequences)](
-        q, k, beta, grad, work.gamma, work.t, dr, dexit, dh, scale, at.base, at.starts,
+        q, k, beta, grad, work.rows, work.t, dr, dexit, dh, scale, at.base, at.starts,
         **shape, COLUMNS=columns, STAGES=tile.stages, num_warps=tile.warps, **gpu.POLICY,
     )  # fmt: skip
     tile = tiles.GRADIENTS
     _gradients[(chunks, heads)](
-        q, k, v, beta, grad, work.gamma, work.u, work.entry, dr, dexit,
-        dq, dk, dv, dg, dbeta, scale, at.owner, at.base, at.starts, at.context,
+        q, k, v, beta, grad, work.rows, work.u, work.entry, dr, dexit,
+        dq, dk, dv, dg, dbeta, scale, at.places,
         **shape, COLUMNS=min(tile.columns, size), num_warps=tile.warps, **gpu.POLICY,
     )  # fmt: skip
     shared = (tokens, key_heads, heads // key_heads, key_size)

@@ -18,7 +18,8 @@ from samebits.ops import gpu
 from samebits.ops.device import exp2_32
 from samebits.ops.gdn import tiles_sm90 as tiles
 from samebits.ops.gdn.cpu import BLOCK, CHUNK
-from samebits.ops.gdn.triton_chunk import (
+from samebits.ops.gdn.triton_chunk import strided, zeros
+from samebits.ops.gdn.triton_parts import (
     NEAR,
     closed,
     decays,
@@ -31,8 +32,6 @@ from samebits.ops.gdn.triton_chunk import (
     next_gamma,
     recur,
     residuals,
-    strided,
-    zeros,
 )
 
 PAIR = 16  # rows of a matrix product in which q and k are rows 0 and 1
