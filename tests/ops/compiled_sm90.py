@@ -79,6 +79,8 @@ def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
             signature[name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape}>"
         else:
             signature[name] = TYPES[type(value)]
+            if type(value) is int and value % 16 == 0:  # as a launch specialises it
+                attrs[(position,)] = [["tt.divisibility", 16]]
     options = {name: arguments[name] for name in OPTIONS if name in arguments}
     source = ASTSource(kernel, signature, constexprs, attrs)
     return triton.compile(source, target=TARGET, options=options)

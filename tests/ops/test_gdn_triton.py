@@ -22,6 +22,7 @@ from samebits.ops.gdn import (
     triton_backward,
     triton_chunk,
     triton_decode,
+    triton_decode_cpr,
     triton_inverse,
     triton_scan,
 )
@@ -58,7 +59,8 @@ def test_interpreted(errors, check):
 def launches():
     """(kernel, arguments) of every launch on operands of the real head size."""
     modules = (
-        triton_inverse, triton_scan, triton_chunk, triton_decode, triton_backward, conv1d, l2_norm, gdn_gate, gated_rms_norm,
+        triton_inverse, triton_scan, triton_chunk, triton_decode, triton_decode_cpr,
+        triton_backward, conv1d, l2_norm, gdn_gate, gated_rms_norm,
     )  # fmt: skip
     tokens, key_heads, heads, size = 130, 1, 2, 128
     k = torch.zeros(tokens, key_heads, size, dtype=torch.bfloat16)
@@ -106,7 +108,8 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "gdn.triton_chunk._save",
         "gdn.triton_decode._row",
         "gdn.triton_decode._state",
-        "gdn.triton_decode._recur_row",
+        "gdn.triton_decode._close",
+        "gdn.triton_decode_cpr._recur_row",
         "gdn.triton_backward._reverse",
         "gdn.triton_backward._gradients",
         "conv1d.triton._rows",

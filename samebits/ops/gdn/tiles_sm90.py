@@ -24,9 +24,11 @@ SOLVE = Tile(warps=1)
 SCAN = Tile(columns=64, warps=4, stages=3)
 ROWS = Tile(columns=128, warps=4, stages=2)
 RECUR = Tile(columns=32, warps=4)
-DECODE_ROW = Tile(warps=4)
+DECODE_ROW = Tile(warps=4, heads=2)
 DECODE_STATE = Tile(columns=32, warps=4)
+DECODE_CLOSE = Tile(columns=32, warps=4)
 DECODE_RECUR = Tile(columns=32, warps=4)
 REVERSE = Tile(columns=32, warps=4)
 GRADIENTS = Tile(columns=32, warps=8)
 TABLE = 128  # sequences that the first pass looks at together
+CLOSING = 264  # programs that close chunks

@@ -1,9 +1,11 @@
-"""Decode kernels of `gdn` on Hopper: one row of each sequence; roundings as in `triton_chunk`.
+"""Decoding on Hopper by `chunk_row`: one row of each sequence; roundings as in the chunk passes.
 
-A row is the only row of its chunk in this step (low = i, high = i + 1), so every piece of the chunk
-kernels serves here too. The row that fills a chunk closes it in the same kernel, by its own
-position: no work for the host, so a CUDA graph replays any mix of phases. A negative slot marks
-a row of padding: zeros, no state.
+    row     all that needs no state [K, V]: gamma, row i of T and of the scores
+    state   R, u and o of row i, for some columns
+    close   the next boundary state of the rows that fill their chunk
+
+Their launches depend on shapes alone and every row finds its phase by itself, so a CUDA graph
+replays any mix of phases. A negative slot marks a row of padding: zeros, no state.
 """
 
 from __future__ import annotations
@@ -18,27 +20,15 @@ from samebits.ops import gpu
 from samebits.ops.device import exp2_32
 from samebits.ops.gdn import tiles_sm90 as tiles
 from samebits.ops.gdn.cpu import BLOCK, CHUNK
-from samebits.ops.gdn.triton_chunk import strided, zeros
-from samebits.ops.gdn.triton_parts import (
-    NEAR,
-    closed,
-    decays,
-    halves,
-    inverse,
-    load_keys,
-    load_rows,
-    load_scalars,
-    log_decays,
-    next_gamma,
-    recur,
-    residuals,
-)
+from samebits.ops.gdn import triton_decode_cpr as cpr
+from samebits.ops.gdn.triton_chunk import strided
+from samebits.ops.gdn.triton_parts import NEAR, closed, halves, kept_keys, next_gamma
 
 PAIR = 16  # rows of a matrix product in which q and k are rows 0 and 1
 
 
 @triton.jit
-def _pair(a, b, PAIR: tl.constexpr):
+def pair(a, b, PAIR: tl.constexpr):
     """Rows a, b and zeros [PAIR, n]."""
     r = tl.arange(0, PAIR)[:, None]
     zero = tl.zeros((PAIR, a.shape[0]), a.dtype)
@@ -46,191 +36,271 @@ def _pair(a, b, PAIR: tl.constexpr):
 
 
 @triton.jit
-def _row_of(x, index, ROWS: tl.constexpr):
+def alone(a, row: tl.constexpr, PAIR: tl.constexpr):
+    """a as one row of zeros [PAIR, n]."""
+    r = tl.arange(0, PAIR)[:, None]
+    return tl.where(r == row, a[None, :], tl.zeros((PAIR, a.shape[0]), a.dtype))
+
+
+@triton.jit
+def row_of(x, index, ROWS: tl.constexpr):
     """Row `index` of x [ROWS, n]: one term of the sum is alive."""
     return tl.sum(tl.where((tl.arange(0, ROWS) == index)[:, None], x, 0.0), 0)
 
 
 @triton.jit
+def products(q, k, ok_at, i, K: tl.constexpr, CHUNK: tl.constexpr, PAIR: tl.constexpr):
+    """dot(q, k_j) and dot(k, k_j) [PAIR, CHUNK], rows 0 and 1, of the keys up to row i."""
+    j = tl.arange(0, CHUNK)
+    kt = tl.where((j < i)[None, :], kept_keys(ok_at, i, K, CHUNK), 0.0)
+    kt = tl.where((j == i)[None, :], k[:, None], kt.to(k.dtype))
+    return tl.dot(pair(q, k, PAIR), kt)
+
+
+@triton.jit
+def row_of_chunk(
+    dots, g, beta, gamma_at, x_at, t_at, i, keeps,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """Row i of T [CHUNK] narrow, of the scores [CHUNK] fp32, and gamma_i; kept if `keeps`."""
+    start = i // BLOCK * BLOCK
+    j = tl.arange(0, CHUNK)
+    r = tl.arange(0, BLOCK)
+    before = tl.load(gamma_at + i - 1, mask=i > 0, other=0.0)
+    older = tl.load(gamma_at + j, mask=j < i, other=0.0)
+    t = tl.load(
+        t_at + j[:, None] * CHUNK + j[None, :], mask=(j < start)[:, None], other=0.0
+    )
+    block = tl.load(
+        x_at + r[:, None] * CHUNK + j[None, :], mask=(start + r < i)[:, None], other=0.0
+    )
+    gamma = next_gamma(before, g, i)
+    fall = exp2_32(tl.where(j <= i, gamma - tl.where(j == i, gamma, older), 0.0))
+    scores = tl.where(j <= i, row_of(dots, 0, PAIR) * fall, 0.0)
+    lower = tl.where(j < i, beta * (row_of(dots, 1, PAIR) * fall), 0.0)
+    earlier = tl.where(j < start, lower, 0.0).to(t.dtype)
+    product = tl.dot(alone(earlier, 0, PAIR), t)
+    x = tl.where(j == i, 1.0, 0.0) - row_of(product, 0, PAIR)
+    inside = tl.reshape(lower, (CHUNK // BLOCK, BLOCK))
+    inside = row_of(inside, i // BLOCK, CHUNK // BLOCK)
+    # In fp32 by fma, ascending: the steps of the substitution.
+    x = tl.dot(-inside[None, :], block, x[None, :], input_precision="ieee")
+    x = tl.reshape(x, (CHUNK,))
+    narrow = x.to(t.dtype)
+    tl.store(x_at + (i - start) * CHUNK + j, x, mask=keeps & (j >= 0))
+    tl.store(t_at + i * CHUNK + j, narrow, mask=keeps & (j >= 0))
+    tl.store(gamma_at + i, gamma, mask=keeps)
+    return narrow, scores, gamma
+
+
+@triton.jit
 def _row(
-    q_ptr, k_ptr, g_ptr, beta_ptr, weights_ptr, scores_ptr, context_ptr, slots_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, weights_ptr, scores_ptr, reach_ptr, context_ptr, slots_ptr,
     x_ptr, x_slot, gamma_ptr, gamma_slot, ok_ptr, ok_slot, t_ptr, t_slot,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, PAIR: tl.constexpr,
+    BLOCK: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """chunk_row, all that needs no state [K, V]: row i of gamma, T and the scores."""
-    head = tl.program_id(0)
+    """Row i of T, of the two parts of the scores and exp2(gamma_i), for GROUP value heads."""
+    group = tl.program_id(0)
     n = tl.program_id(1)
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slots_ptr + n).to(tl.int64)
     if slot >= 0:
         i = tl.load(context_ptr + n) % CHUNK
-        start = i // BLOCK * BLOCK
-        key_head = head // (HV // HK)
+        key_head = group * GROUP // (HV // HK)
         j = tl.arange(0, CHUNK)
-        r = tl.arange(0, BLOCK)
         d = tl.arange(0, K)
-        row = n * HV + head
         q = tl.load(q_ptr + (n * HK + key_head) * K + d)
         k = tl.load(k_ptr + (n * HK + key_head) * K + d)
-        beta = tl.load(beta_ptr + row)
         ok_at = ok_ptr + slot * ok_slot + key_head * (K * CHUNK)
-        kt = load_keys(k_ptr, ok_at, n - i, i, i + 1, key_head, HK, K, CHUNK, True)
-        gamma_at = gamma_ptr + slot * gamma_slot + head * CHUNK
-        before = tl.load(gamma_at + i - 1, mask=i > 0, other=0.0)
-        gamma = next_gamma(before, tl.load(g_ptr + row), i)
-        older = tl.load(gamma_at + j, mask=j < i, other=0.0)
-        fall = exp2_32(tl.where(j <= i, gamma - tl.where(j == i, gamma, older), 0.0))
-        dots = tl.dot(_pair(q, k, PAIR), kt)
-        scores = tl.where(j <= i, _row_of(dots, 0, PAIR) * fall, 0.0)
-        lower = tl.where(j < i, beta * (_row_of(dots, 1, PAIR) * fall), 0.0)
-
-        t_at = t_ptr + slot * t_slot + head * (CHUNK * CHUNK)
-        square = j[:, None] * CHUNK + j[None, :]
-        t = tl.load(t_at + square, mask=(j < start)[:, None], other=0.0)
-        earlier = tl.where(j < start, lower, 0.0).to(t.dtype)
-        product = tl.dot(_pair(earlier, tl.zeros_like(earlier), PAIR), t)
-        x = tl.where(j == i, 1.0, 0.0) - _row_of(product, 0, PAIR)
-        x_at = x_ptr + slot * x_slot + head * (BLOCK * CHUNK)
-        block = tl.load(
-            x_at + r[:, None] * CHUNK + j[None, :], mask=(start + r < i)[:, None], other=0.0
-        )
-        inside = tl.reshape(lower, (CHUNK // BLOCK, BLOCK))
-        inside = _row_of(inside, i // BLOCK, CHUNK // BLOCK)
-        # In fp32 by fma, ascending: the steps of `inverse`.
-        x = tl.dot(-inside[None, :], block, x[None, :], input_precision="ieee")
-        x = tl.reshape(x, (CHUNK,))
-
-        tl.store(x_at + (i - start) * CHUNK + j, x)
-        tl.store(t_at + i * CHUNK + j, x.to(t.dtype))
-        tl.store(weights_ptr + row * CHUNK + j, x.to(t.dtype))
-        tl.store(scores_ptr + row * CHUNK + j, scores)
-        tl.store(gamma_at + i, gamma)
-        if head % (HV // HK) == 0:
+        dots = products(q, k, ok_at, i, K, CHUNK, PAIR)
+        for member in tl.static_range(0, GROUP):
+            head = group * GROUP + member
+            row = n * HV + head
+            narrow, scores, gamma = row_of_chunk(
+                dots, tl.load(g_ptr + row), tl.load(beta_ptr + row),
+                gamma_ptr + slot * gamma_slot + head * CHUNK,
+                x_ptr + slot * x_slot + head * (BLOCK * CHUNK),
+                t_ptr + slot * t_slot + head * (CHUNK * CHUNK), i, True, CHUNK, BLOCK, PAIR,
+            )  # fmt: skip
+            high, rest = halves(scores, k.dtype)
+            tl.store(weights_ptr + row * CHUNK + j, narrow)
+            tl.store(scores_ptr + row * (2 * CHUNK) + j, high)
+            tl.store(scores_ptr + row * (2 * CHUNK) + CHUNK + j, rest)
+            tl.store(reach_ptr + row, exp2_32(gamma))
+        if group * GROUP % (HV // HK) == 0:
             tl.store(ok_at + d * CHUNK + i, k)
 
 
 @triton.jit
-def _state(
-    q_ptr, k_ptr, v_ptr, beta_ptr, weights_ptr, scores_ptr, o_ptr, scale, context_ptr, slots_ptr,
-    h_ptr, h_slot, gamma_ptr, gamma_slot, ok_ptr, ok_slot, r_ptr, r_slot, u_ptr, u_slot,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr, PAIR: tl.constexpr,
+def outputs(
+    h, rs, us, q, k, v, beta, reach, weights, high, rest, i,
+    CHUNK: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """chunk_row: R, u, o of row i for some columns; the next boundary state if i is the last."""
+    """o before its scale, r and u [columns] of row i; rs, us hold the rows before it."""
+    j = tl.arange(0, CHUNK)[:, None]
+    read = tl.dot(pair(q, k, PAIR), h.to(k.dtype))
+    r = (beta * (v.to(tl.float32) - reach * row_of(read, 1, PAIR))).to(k.dtype)
+    u = tl.dot(alone(weights, 1, PAIR), tl.where(j == i, r[None, :], rs))
+    u = row_of(u, 1, PAIR).to(k.dtype)
+    us = tl.where(j == i, u[None, :], us)
+    o = tl.dot(alone(rest, 0, PAIR), us, reach * read)
+    o = tl.dot(alone(high, 0, PAIR), us, o)
+    return row_of(o, 0, PAIR), r, u
+
+
+@triton.jit
+def _state(
+    q_ptr, k_ptr, v_ptr, beta_ptr, weights_ptr, scores_ptr, reach_ptr, o_ptr, scale,
+    context_ptr, slots_ptr, h_ptr, h_slot, r_ptr, r_slot, u_ptr, u_slot,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr, PAIR: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """R, u, o of row i for some columns."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
     n = tl.program_id(2)
     slot = tl.load(slots_ptr + n).to(tl.int64)
+    row = n * HV + head
+    o_at = o_ptr + row * V + columns
     if slot >= 0:
         context = tl.load(context_ptr + n)
         i = context % CHUNK
         key_head = head // (HV // HK)
         j = tl.arange(0, CHUNK)
         d = tl.arange(0, K)
-        row = n * HV + head
         state_at = d[:, None] * V + columns[None, :]
         h_at = h_ptr + slot * h_slot + head * (K * V) + state_at
-        h = tl.load(h_at, mask=(context > 0) & (state_at >= 0), other=0.0)
-        if context == 0:
-            tl.store(h_at, h)
-        q = tl.load(q_ptr + (n * HK + key_head) * K + d)
-        k = tl.load(k_ptr + (n * HK + key_head) * K + d)
-        v = tl.load(v_ptr + row * V + columns)
-        beta = tl.load(beta_ptr + row)
-        gamma_at = gamma_ptr + slot * gamma_slot + head * CHUNK
-        reach = exp2_32(tl.load(gamma_at + i))
         row_at = j[:, None] * V + columns[None, :]
         r_at = r_ptr + slot * r_slot + head * (CHUNK * V)
         u_at = u_ptr + slot * u_slot + head * (CHUNK * V)
         older = (j < i)[:, None]
+        h = tl.load(h_at, mask=(context > 0) & (state_at >= 0), other=0.0)
         rs = tl.load(r_at + row_at, mask=older, other=0.0)
         us = tl.load(u_at + row_at, mask=older, other=0.0)
+        q = tl.load(q_ptr + (n * HK + key_head) * K + d)
+        k = tl.load(k_ptr + (n * HK + key_head) * K + d)
+        v = tl.load(v_ptr + row * V + columns)
+        beta = tl.load(beta_ptr + row)
+        if CHAINED:
+            tl.extra.cuda.gdc_wait()
         weights = tl.load(weights_ptr + row * CHUNK + j)
-        scores, rest = halves(tl.load(scores_ptr + row * CHUNK + j), k.dtype)
-
-        read = tl.dot(_pair(q, k, PAIR), h.to(k.dtype))
-        r = (beta * (v.to(tl.float32) - reach * _row_of(read, 1, PAIR))).to(k.dtype)
-        rs = tl.where((j == i)[:, None], r[None, :], rs)
-        u = tl.dot(_pair(tl.zeros_like(weights), weights, PAIR), rs)
-        u = _row_of(u, 1, PAIR).to(k.dtype)
-        us = tl.where((j == i)[:, None], u[None, :], us)
-        o = tl.dot(_pair(rest, tl.zeros_like(rest), PAIR), us, reach * read)
-        o = tl.dot(_pair(scores, tl.zeros_like(scores), PAIR), us, o)
-        tl.store(
-            o_ptr + row * V + columns, (scale * _row_of(o, 0, PAIR)).to(o_ptr.dtype.element_ty)
+        high = tl.load(scores_ptr + row * (2 * CHUNK) + j)
+        rest = tl.load(scores_ptr + row * (2 * CHUNK) + CHUNK + j)
+        reach = tl.load(reach_ptr + row)
+        o, r, u = outputs(
+            h, rs, us, q, k, v, beta, reach, weights, high, rest, i, CHUNK, PAIR
         )
+        tl.store(o_at, (scale * o).to(o_ptr.dtype.element_ty))
         tl.store(r_at + i * V + columns, r)
         tl.store(u_at + i * V + columns, u)
-        if i == CHUNK - 1:
-            ok_at = ok_ptr + slot * ok_slot + key_head * (K * CHUNK)
-            kt = tl.load(ok_at + d[:, None] * CHUNK + j[None, :])
-            tl.store(h_at, closed(kt, us, tl.load(gamma_at + j), h, CHUNK))
+        if context == 0:
+            tl.store(h_at, tl.zeros((K, COLUMNS), tl.float32))
+    else:
+        tl.store(o_at, tl.zeros((COLUMNS,), o_ptr.dtype.element_ty))
 
 
 @triton.jit
-def _recur_row(
+def _step(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, o_ptr, scale, context_ptr, slots_ptr,
-    h_ptr, h_slot, s_ptr, s_slot, og_ptr, og_slot, ob_ptr, ob_slot,
-    ok_ptr, ok_slot, ov_ptr, ov_slot,
+    h_ptr, h_slot, x_ptr, x_slot, gamma_ptr, gamma_slot, ok_ptr, ok_slot,
+    r_ptr, r_slot, u_ptr, u_slot, t_ptr, t_slot,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, NEAR: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """cpr: one step of the recurrence for some columns; the boundary state if i is the last."""
+    """`_row` and `_state` in one: every block of columns computes row i of T and of the scores."""
     part = tl.program_id(0)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
     n = tl.program_id(2)
     slot = tl.load(slots_ptr + n).to(tl.int64)
+    row = n * HV + head
+    o_at = o_ptr + row * V + columns
     if slot >= 0:
         context = tl.load(context_ptr + n)
         i = context % CHUNK
         key_head = head // (HV // HK)
+        j = tl.arange(0, CHUNK)
         d = tl.arange(0, K)
-        row = n * HV + head
-        h_at = h_ptr + slot * h_slot + head * (K * V)
-        s_at = s_ptr + slot * s_slot + head * (K * V)
-        og_at = og_ptr + slot * og_slot + head * CHUNK
-        ob_at = ob_ptr + slot * ob_slot + head * CHUNK
-        ok_at = ok_ptr + slot * ok_slot + key_head * (K * CHUNK)
-        ov_at = ov_ptr + slot * ov_slot + head * (CHUNK * V)
+        state_at = d[:, None] * V + columns[None, :]
+        h_at = h_ptr + slot * h_slot + head * (K * V) + state_at
+        row_at = j[:, None] * V + columns[None, :]
+        r_at = r_ptr + slot * r_slot + head * (CHUNK * V)
+        u_at = u_ptr + slot * u_slot + head * (CHUNK * V)
+        older = (j < i)[:, None]
+        h = tl.load(h_at, mask=(context > 0) & (state_at >= 0), other=0.0)
+        rs = tl.load(r_at + row_at, mask=older, other=0.0)
+        us = tl.load(u_at + row_at, mask=older, other=0.0)
         q = tl.load(q_ptr + (n * HK + key_head) * K + d)
         k = tl.load(k_ptr + (n * HK + key_head) * K + d)
         v = tl.load(v_ptr + row * V + columns)
-        g = tl.load(g_ptr + row)
         beta = tl.load(beta_ptr + row)
+        ok_at = ok_ptr + slot * ok_slot + key_head * (K * CHUNK)
+        dots = products(q, k, ok_at, i, K, CHUNK, PAIR)
+        weights, scores, gamma = row_of_chunk(
+            dots, tl.load(g_ptr + row), beta,
+            gamma_ptr + slot * gamma_slot + head * CHUNK,
+            x_ptr + slot * x_slot + head * (BLOCK * CHUNK),
+            t_ptr + slot * t_slot + head * (CHUNK * CHUNK), i, part == 0, CHUNK, BLOCK, PAIR,
+        )  # fmt: skip
+        high, rest = halves(scores, k.dtype)
+        o, r, u = outputs(
+            h, rs, us, q, k, v, beta, exp2_32(gamma), weights, high, rest, i, CHUNK, PAIR
+        )
+        tl.store(o_at, (scale * o).to(o_ptr.dtype.element_ty))
+        tl.store(r_at + i * V + columns, r)
+        tl.store(u_at + i * V + columns, u)
+        if (part == 0) & (head % (HV // HK) == 0):
+            tl.store(ok_at + d * CHUNK + i, k)
+        if context == 0:
+            tl.store(h_at, tl.zeros((K, COLUMNS), tl.float32))
+    else:
+        tl.store(o_at, tl.zeros((COLUMNS,), o_ptr.dtype.element_ty))
 
-        turned = d[None, :] * V + columns[:, None]
-        whole = turned >= 0
-        s = tl.load(h_at + turned, mask=(i == 0) & (context > 0) & whole, other=0.0)
-        s = tl.where(i > 0, tl.load(s_at + turned, mask=(i > 0) & whole, other=0.0), s)
-        s, o = recur(s, q, k, v, g, beta, scale, K, COLUMNS, NEAR)
-        tl.store(o_ptr + row * V + columns, o.to(o_ptr.dtype.element_ty))
 
-        state_at = d[:, None] * V + columns[None, :]
-        if i == CHUNK - 1:
+@triton.jit
+def _close(
+    context_ptr, slots_ptr, h_ptr, h_slot, gamma_ptr, gamma_slot, ok_ptr, ok_slot, u_ptr, u_slot,
+    rows, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, TABLE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Boundary states of the rows that are the last of their chunk, shared out among all programs.
+
+    Work is numbered row by row, head by head, block by block of columns.
+    """
+    each: tl.constexpr = HV * (V // COLUMNS)
+    here = tl.program_id(0)
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()
+    done = 0
+    for from_ in tl.range(0, rows, TABLE):
+        s = from_ + tl.arange(0, TABLE)
+        live = s < rows
+        last = tl.load(context_ptr + s, mask=live, other=0) % CHUNK == CHUNK - 1
+        last = (last & (tl.load(slots_ptr + s, mask=live, other=-1) >= 0)).to(tl.int32)
+        before = done + tl.cumsum(last, 0) - last
+        count = tl.sum(last, 0)
+        # The first piece of work of these rows that is this program's.
+        first = (done * each + tl.num_programs(0) - 1 - here) // tl.num_programs(0)
+        first = first * tl.num_programs(0) + here
+        for work in tl.range(first, (done + count) * each, tl.num_programs(0)):
+            n = tl.sum(tl.where((before == work // each) & (last > 0), s, 0), 0)
+            head = work % each // (V // COLUMNS)
+            columns = work % (V // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+            slot = tl.load(slots_ptr + n).to(tl.int64)
             j = tl.arange(0, CHUNK)
-            kt = load_keys(k_ptr, ok_at, n - i, i, i + 1, key_head, HK, K, CHUNK, True)
-            vs = load_rows(v_ptr, ov_at, n - i, i, i + 1, head, columns, HV, V, CHUNK, True)
-            betas = load_scalars(beta_ptr, ob_at, n - i, i, i + 1, head, HV, CHUNK, True)
-            gamma = log_decays(g_ptr, og_at, n - i, i, i + 1, head, HV, CHUNK, True, True)
-            kk = tl.dot(tl.trans(kt), kt)
-            lower = betas[:, None] * (kk * decays(gamma, CHUNK))
-            lower = tl.where(j[:, None] > j[None, :], lower, 0.0)
-            t = tl.zeros((CHUNK, CHUNK), k.dtype)
-            t = inverse(lower, t, h_ptr, h_ptr, 0, CHUNK, CHUNK, BLOCK, False)
-            h = tl.load(h_at + state_at)
-            u = tl.dot(t, residuals(kt, h.to(k.dtype), vs, gamma, betas)).to(k.dtype)
-            tl.store(h_at + state_at, closed(kt, u, gamma, h, CHUNK))
-        else:
-            tl.store(s_at + turned, s)
-            tl.store(ov_at + i * V + columns, v)
-            if context == 0:
-                tl.store(h_at + state_at, tl.zeros((K, COLUMNS), tl.float32))
-            if part == 0:
-                tl.store(og_at + i, g)
-                tl.store(ob_at + i, beta)
-                if head % (HV // HK) == 0:
-                    tl.store(ok_at + d * CHUNK + i, k)
+            d = tl.arange(0, K)
+            state_at = d[:, None] * V + columns[None, :]
+            h_at = h_ptr + slot * h_slot + head * (K * V) + state_at
+            u_at = u_ptr + slot * u_slot + head * (CHUNK * V)
+            ok_at = ok_ptr + slot * ok_slot + head // (HV // HK) * (K * CHUNK)
+            h = tl.load(h_at)
+            u = tl.load(u_at + j[:, None] * V + columns[None, :])
+            kt = tl.load(ok_at + d[:, None] * CHUNK + j[None, :])
+            gamma = tl.load(gamma_ptr + slot * gamma_slot + head * CHUNK + j)
+            tl.store(h_at, closed(kt, u, gamma, h, CHUNK))
+        done += count
 
 
 def step(
@@ -248,29 +318,43 @@ def step(
     """o [N, HV, V] of one row of each of N sequences, unchecked; slots and context int32."""
     rows, key_heads, key_size = k.shape
     heads, size = v.shape[1:]
-    o = zeros(v, raw)
     shape = {"HK": key_heads, "HV": heads, "K": key_size, "CHUNK": CHUNK}
     if raw:
+        o = torch.zeros_like(v)
         tile = tiles.DECODE_RECUR
         columns = min(tile.columns, size)
-        _recur_row[(size // columns, heads, rows)](
+        cpr._recur_row[(size // columns, heads, rows)](
             q, k, v, g, beta, o, scale, context, slots, *strided(state),
             **shape, V=size, BLOCK=BLOCK, COLUMNS=columns, NEAR=NEAR,
             num_warps=tile.warps, **gpu.POLICY,
         )  # fmt: skip
         return o
     h, x, gamma, keys, r, u, t = state
+    o = torch.empty_like(v, dtype=torch.float32)
     weights = k.new_empty((rows, heads, CHUNK))
-    scores = torch.empty_like(weights, dtype=torch.float32)
-    _row[(heads, rows)](
-        q, k, g, beta, weights, scores, context, slots, *strided([x, gamma, keys, t]),
-        **shape, BLOCK=BLOCK, PAIR=PAIR, num_warps=tiles.DECODE_ROW.warps, **gpu.POLICY,
+    scores = k.new_empty((rows, heads, 2, CHUNK))
+    reach = torch.empty_like(g)
+    group = min(tiles.DECODE_ROW.heads, heads // key_heads)
+    # Each launch begins while the one before it ends; the interpreter knows no such thing.
+    chained = not triton.knobs.runtime.interpret
+    _row[(heads // group, rows)](
+        q, k, g, beta, weights, scores, reach, context, slots, *strided([x, gamma, keys, t]),
+        **shape, BLOCK=BLOCK, PAIR=PAIR, GROUP=group, CHAINED=chained,
+        num_warps=tiles.DECODE_ROW.warps, **gpu.POLICY,
     )  # fmt: skip
     tile = tiles.DECODE_STATE
     columns = min(tile.columns, size)
     _state[(size // columns, heads, rows)](
-        q, k, v, beta, weights, scores, o, scale, context, slots,
-        *strided([h, gamma, keys, r, u]),
-        **shape, V=size, COLUMNS=columns, PAIR=PAIR, num_warps=tile.warps, **gpu.POLICY,
+        q, k, v, beta, weights, scores, reach, o, scale, context, slots, *strided([h, r, u]),
+        **shape, V=size, COLUMNS=columns, PAIR=PAIR, CHAINED=chained,
+        num_warps=tile.warps, launch_pdl=chained, **gpu.POLICY,
+    )  # fmt: skip
+    tile = tiles.DECODE_CLOSE
+    columns = min(tile.columns, size)
+    work = rows * heads * (size // columns)
+    _close[(min(work, tiles.CLOSING),)](
+        context, slots, *strided([h, gamma, keys, u]), rows,
+        **shape, V=size, COLUMNS=columns, TABLE=tiles.TABLE, CHAINED=chained,
+        num_warps=tile.warps, launch_pdl=chained, **gpu.POLICY,
     )  # fmt: skip
     return o

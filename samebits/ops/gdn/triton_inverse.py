@@ -94,6 +94,7 @@ def _begin(
         tl.debug_barrier()  # gamma is read again by other threads
         at = gamma_at[:, None] + i[None, :]
         gamma = tl.load(at, mask=real[:, None], other=0.0)
+        last = tl.load(gamma_at + CHUNK - 1, mask=real, other=0.0)
         tl.store(at + CHUNK, exp2_32(gamma), mask=real[:, None])
         tl.store(at + 2 * CHUNK, exp2_32(last[:, None] - gamma), mask=real[:, None])
         tl.store(at + 3 * CHUNK, beta, mask=real[:, None])

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from samebits.ops.device import exp2_32, fold
 
+WIDE = tl.constexpr(8)
 NEAR = 4  # neighbours summed first in a row sum over K: part of the schedule
 
 
@@ -37,10 +38,18 @@ def load_keys(
     at = ((first + i).to(tl.int64) * HK + head) * K
     kt = tl.load(k_ptr + at[None, :] + d[:, None], mask=inside[None, :], other=0.0)
     if OPEN:
-        older = (i < low)[None, :]
-        old = tl.load(old_at + d[:, None] * CHUNK + i[None, :], mask=older, other=0.0)
-        kt = tl.where(older, old, kt)
+        kt = tl.where((i < low)[None, :], kept_keys(old_at, low, K, CHUNK), kt)
     return kt
+
+
+@triton.jit
+def kept_keys(old_at, low, K: tl.constexpr, CHUNK: tl.constexpr):
+    """Keys of the state [K, CHUNK], in which only rows below `low` mean anything."""
+    i = tl.arange(0, CHUNK)
+    d = tl.arange(0, K)
+    # Whole groups of rows, so that loads are wide.
+    some = (i // WIDE * WIDE < low)[None, :]
+    return tl.load(old_at + d[:, None] * CHUNK + i[None, :], mask=some, other=0.0)
 
 
 @triton.jit
