@@ -33,6 +33,7 @@ from samebits.ops.gdn import tiles_sm90 as tiles
 PREFILL = ("native chunk", "cpr", "chunk_row")
 DECODE = ("native recurrent, fp32 state", "native recurrent, bf16 state", "cpr", "chunk_row")
 STATES = ("native, fp32 state", "native, bf16 state", "cpr", "chunk_row")
+NATIVE_COLUMNS = 64  # of v in a block of its outputs
 _KIB = 1024
 
 
@@ -93,11 +94,24 @@ class Cost:
         return Cost(self.multiply_adds * factor, self.read * factor, self.written * factor)
 
 
-def _prepare(of: Layer) -> Cost:
-    """gamma and T from k, g and beta."""
+def _native_prepare(of: Layer) -> Cost:
+    """Native: gamma and T from k, g and beta, in one pass."""
     c, b = of.chunk, of.block
     inverse = (c // b - 1) * b * c * c + c // b * (b - 1) * b * c
     return Cost(c * c * of.key_dim + inverse, 2 * c * of.keys + 8 * c, 4 * c + 2 * c * c)
+
+
+def _prepare(of: Layer) -> Cost:
+    """gamma with its decays, L once for each key head, T from L."""
+    c, b = of.chunk, of.block
+    begin = Cost(0, 12 * c, 16 * c)
+    products = c * c * of.key_dim * of.key_heads / of.value_heads
+    lower = Cost(products, 2 * c * of.keys + 8 * c, 4 * c * b + 2 * c * c)
+    steps = c * c * (b - 1) // 2
+    # Rows of L and T before the last block, and of L those of the last; the factors; a product.
+    read = 2 * (c - b) * (c + b) + 2 * c * (b - 1) + 4 * b * c
+    solve = Cost((c // b - 1) * b * c * c + steps, read, 4 * b * c + 2 * c * c)
+    return begin + lower + solve
 
 
 def _fold_into_t(of: Layer) -> Cost:
@@ -117,18 +131,21 @@ def _native_scan(of: Layer) -> Cost:
 def _scan(of: Layer, raw: bool) -> Cost:
     """Boundary states, and u unless `raw`, from T and the operands."""
     c, v = of.chunk, of.value_dim
-    read = 2 * c * of.keys + 2 * c * v + 8 * c + 2 * c * c
+    read = 2 * c * of.keys + 2 * c * v + 12 * c + 2 * c * c
     written = 4 * of.square if raw else 2 * of.square + 2 * c * v
     return Cost(2 * c * of.square + c * c * v, read, written)
 
 
 def _rows(of: Layer, native: bool) -> Cost:
-    """Outputs by the chunk form; those of chunk_row are fp32, by scores of two parts."""
+    """Outputs by the chunk form; those of chunk_row are fp32, by scores of two parts, from
+    products of q and k that the value heads of a key head share."""
     c, v = of.chunk, of.value_dim
     read = 4 * c * of.keys + 4 * c + 2 * c * v + 2 * of.square
-    scores = c * c * of.key_dim * of.tiles(tiles.ROWS.columns)
-    parts, width = (1, 2) if native else (2, 4)
-    return Cost(scores + parts * c * c * v + c * of.square, read, width * c * v)
+    scores = c * c * of.key_dim
+    if native:
+        return Cost(scores * of.tiles(NATIVE_COLUMNS) + c * c * v + c * of.square, read, 2 * c * v)
+    shared = scores * of.tiles(tiles.rows(of.value_heads).columns) * of.key_heads / of.value_heads
+    return Cost(shared + 2 * c * c * v + c * of.square, read + 4 * c, 4 * c * v)
 
 
 def _recur(of: Layer) -> Cost:
@@ -157,12 +174,15 @@ def _gradients(of: Layer) -> Cost:
 
 def prefill(form: str, of: Layer) -> Cost:
     """Per token and value head, forms of `PREFILL`."""
-    passes = {
-        "native chunk": (_fold_into_t(of), _native_scan(of), _rows(of, native=True)),
-        "cpr": (_scan(of, raw=True), _recur(of)),
-        "chunk_row": (_scan(of, raw=False), _rows(of, native=False)),
+    first, *passes = {
+        "native chunk": (
+            *(_native_prepare(of), _fold_into_t(of)),
+            *(_native_scan(of), _rows(of, native=True)),
+        ),
+        "cpr": (_prepare(of), _scan(of, raw=True), _recur(of)),
+        "chunk_row": (_prepare(of), _scan(of, raw=False), _rows(of, native=False)),
     }[form]
-    return sum(passes, _prepare(of)).times(1 / of.chunk)
+    return sum(passes, first).times(1 / of.chunk)
 
 
 def train(form: str, of: Layer) -> Cost:
@@ -191,6 +211,11 @@ def _inverse_row(i: int, of: Layer) -> int:
     return first * first + (i - first) * (first + of.block)
 
 
+def _kept_keys(rows: int, of: Layer) -> float:
+    """Bytes of the keys kept before this row, which are read by whole groups of 8."""
+    return 2 * of.keys * ((rows + 7) // 8 * 8)
+
+
 def _decode_cpr(i: int, of: Layer) -> Cost:
     c, v = of.chunk, of.value_dim
     step = Cost(3 * of.square, 4 * of.square, 0)
@@ -198,24 +223,24 @@ def _decode_cpr(i: int, of: Layer) -> Cost:
         return step + Cost(0, 0, 4 * of.square + 2 * of.keys + 2 * v + 8)
     work = c * c * of.key_dim + 2 * c * of.square
     work += sum(_inverse_row(j, of) + (j + 1) * v for j in range(c))
-    rows = (c - 1) * (2 * of.keys + 2 * v + 8)
+    rows = _kept_keys(i, of) + i * (2 * v + 8)
     return step + Cost(work, 4 * of.square + rows, 4 * of.square)
 
 
 def _decode_chunk_row(i: int, of: Layer) -> Cost:
-    """Two launches: row i of T and of the scores, then what needs the state."""
+    """Three launches: row i of T and of the scores, what needs the state, and the closing."""
     c, v = of.chunk, of.value_dim
     first = i // of.block * of.block
     reached = (i + 16) // 16 * 16  # `cpu.py` multiplies keys in vectors of 16
     work = 2 * of.keys * reached + 2 * of.square + _inverse_row(i, of) + 3 * (i + 1) * v
-    handed = 6 * c  # the row of T, bf16, and that of the scores, fp32
-    kept = i * (2 * of.keys + 4) + first * 2 * c + (i - first) * 4 * c
-    again = 4 * of.keys + 8  # q, k, beta, gamma_i
+    handed = 6 * c + 4  # the row of T and two parts of that of the scores, bf16; exp2(gamma_i)
+    kept = _kept_keys(i, of) + 4 * i + first * 2 * c + (i - first) * 4 * c
+    again = 4 * of.keys + 4  # q, k, beta
     read = kept + again + handed + 4 * of.square + i * 4 * v
     written = handed + 6 * c + 4 + 2 * of.keys + 4 * v
     if i == c - 1:
         work += c * of.square
-        read += 2 * c * of.keys + 4 * (c - 1)
+        read += 4 * of.square + 2 * c * v + 2 * c * of.keys + 4 * c
         written += 4 * of.square
     return Cost(work, read, written)
 

@@ -75,8 +75,6 @@ def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
         elif isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
             attrs[(position,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, TensorDescriptor):
-            signature[name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape}>"
         else:
             signature[name] = TYPES[type(value)]
             if type(value) is int and value % 16 == 0:  # as a launch specialises it

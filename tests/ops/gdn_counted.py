@@ -18,7 +18,14 @@ import torch
 from triton.runtime import interpreter
 
 from samebits.ops import gdn
-from samebits.ops.gdn import oracle, triton_backward, triton_chunk, triton_decode
+from samebits.ops.gdn import (
+    oracle,
+    triton_backward,
+    triton_chunk,
+    triton_decode,
+    triton_inverse,
+    triton_parts,
+)
 
 # Two tiles of columns or more in every kernel that has them.
 KEY_HEADS, HEADS, KEY, VALUE, CHUNK, BLOCK = 1, 2, 16, 128, 8, 4
@@ -41,13 +48,13 @@ def observe() -> None:
             live = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
             touched[what].append(live.astype(np.int64) * 8 + width)
 
-    def counted_load(self, pointers, mask, *rest):
+    def counted_load(self, pointers, mask, *rest, **named):
         touch("read", pointers, mask)
-        return load(self, pointers, mask, *rest)
+        return load(self, pointers, mask, *rest, **named)
 
-    def counted_store(self, pointers, value, mask, *rest):
+    def counted_store(self, pointers, value, mask, *rest, **named):
         touch("written", pointers, mask)
-        return store(self, pointers, value, mask, *rest)
+        return store(self, pointers, value, mask, *rest, **named)
 
     def counted_dot(self, a, b, *rest):
         count["multiply_adds"] += a.data.size * b.data.shape[-1]
@@ -84,9 +91,9 @@ def observe() -> None:
         count["multiply_adds"] += x.handle.data.size
         return folded(x, *rest)
 
-    folded = triton_chunk.fold
-    triton_chunk.fold = fold
-    for module in (triton_chunk, triton_decode, triton_backward):
+    folded = triton_parts.fold
+    triton_parts.fold = fold
+    for module in (triton_parts, triton_inverse, triton_decode, triton_backward):
         module.exp2_32 = outside(module.exp2_32)
 
 

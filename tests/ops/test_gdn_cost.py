@@ -238,7 +238,7 @@ def walk_native_chunk(of: Layer, chunks: int) -> tuple[Tally, float]:
         kept = np.exp(x[-1] - x)[:, None] * k[at, key_head]
         states[h] = np.exp(x[-1]) * states[h] + tally.dot(kept.T, rows)
     tally.launch()
-    tile = gdn_cost.tiles.ROWS.columns
+    tile = gdn_cost.NATIVE_COLUMNS
     for n, h, at, key_head in places:
         for first in range(0, of.value_dim, tile):
             columns = slice(first, first + tile)

@@ -1,6 +1,7 @@
 """Launch geometry of the Hopper kernels of `gdn`: pinned, nothing is tuned at run time.
 
-None of it may move a bit; a change is admitted by comparing bits on the chip.
+Where one tile is not best for every shape, a function picks it by the shapes of a launch. None of
+it may move a bit; a change is admitted by comparing bits on the chip.
 """
 
 from __future__ import annotations
@@ -17,18 +18,39 @@ class Tile:
     heads: int = 1
     stages: int = 1
 
+    def fitted(self, size: int) -> int:
+        """Columns in a value dimension of `size`, which may be smaller than the tile."""
+        return min(self.columns, size)
 
-BEGIN = Tile(heads=8, warps=1)
+
+BEGIN = Tile(heads=4, warps=1)
 LOWER = Tile(warps=4)
-SOLVE = Tile(warps=1)
-SCAN = Tile(columns=64, warps=4, stages=3)
-ROWS = Tile(columns=128, warps=4, stages=2)
 RECUR = Tile(columns=32, warps=4)
-DECODE_ROW = Tile(warps=4, heads=2)
-DECODE_STATE = Tile(columns=32, warps=4)
+DECODE_ROW = Tile(warps=2, heads=2)
+DECODE_STATE = Tile(columns=64, warps=4)
 DECODE_CLOSE = Tile(columns=32, warps=4)
 DECODE_RECUR = Tile(columns=32, warps=4)
 REVERSE = Tile(columns=32, warps=4)
 GRADIENTS = Tile(columns=32, warps=8)
 TABLE = 128  # sequences that the first pass looks at together
-CLOSING = 264  # programs that close chunks
+PROCESSORS = 132
+CLOSING = 2 * PROCESSORS  # programs that close chunks
+
+
+def solve(heads: int) -> Tile:
+    """For this many value heads."""
+    return Tile(warps=2 if heads >= 32 else 1)
+
+
+def scan(chains: int, size: int) -> Tile:
+    """For this many pairs of sequence and value head: the narrow tile where each of its programs
+    has a processor to itself."""
+    narrow = Tile(columns=32, warps=4, stages=3)
+    if chains * (size // narrow.fitted(size)) <= PROCESSORS:
+        return narrow
+    return Tile(columns=64, warps=4, stages=4)
+
+
+def rows(heads: int) -> Tile:
+    """For this many value heads."""
+    return Tile(columns=64 if heads <= 4 else 128, warps=4)

@@ -200,7 +200,7 @@ def gradients(
     dg, dbeta = torch.zeros_like(g), torch.zeros_like(beta)
     shape = {"HK": key_heads, "HV": heads, "K": key_size, "V": size, "CHUNK": CHUNK}
     tile = tiles.REVERSE
-    columns = min(tile.columns, size)
+    columns = tile.fitted(size)
     _reverse[(size // columns, heads, sequences)](
         q, k, beta, grad, work.rows, work.t, dr, dexit, dh, scale, at.base, at.starts,
         **shape, COLUMNS=columns, STAGES=tile.stages, num_warps=tile.warps, **gpu.POLICY,
@@ -209,7 +209,7 @@ def gradients(
     _gradients[(chunks, heads)](
         q, k, v, beta, grad, work.rows, work.u, work.entry, dr, dexit,
         dq, dk, dv, dg, dbeta, scale, at.places,
-        **shape, COLUMNS=min(tile.columns, size), num_warps=tile.warps, **gpu.POLICY,
+        **shape, COLUMNS=tile.fitted(size), num_warps=tile.warps, **gpu.POLICY,
     )  # fmt: skip
     shared = (tokens, key_heads, heads // key_heads, key_size)
     dq, dk = (x.view(shared).sum(2).to(k.dtype) for x in (dq, dk))

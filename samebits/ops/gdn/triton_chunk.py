@@ -1,9 +1,9 @@
 """Prefill and the forward of training on Hopper, chunk by chunk: the passes and their outputs.
 
-    begin, lower, solve   where chunks lie, their decays, T (`triton_inverse.py`)
-    scan                  boundary states, R, u, chunk after chunk (`triton_scan.py`)
-    rows or recur         outputs, every chunk by itself
-    save                  rows of a chunk that stays open, into the state
+begin, lower, solve   where chunks lie, their decays, T (`triton_inverse.py`)
+scan                  boundary states, R, u, chunk after chunk (`triton_scan.py`)
+rows or recur         outputs, every chunk by itself
+save                  rows of a chunk that stays open, into the state
 """
 
 from __future__ import annotations
@@ -268,9 +268,10 @@ def boundaries(
     inverse._solve[(chunks, heads)](
         t, near, far, x, at.places, at.slots, *strided([old_x, old_t]),
         HV=heads, CHUNK=CHUNK, BLOCK=BLOCK, OPEN=is_open and not raw,
-        num_warps=tiles.SOLVE.warps, **gpu.POLICY,
+        num_warps=tiles.solve(heads).warps, **gpu.POLICY,
     )  # fmt: skip
-    columns = min(tiles.SCAN.columns, size)
+    tile = tiles.scan(heads * sequences, size)
+    columns = tile.fitted(size)
     scan._scan[(size // columns, heads, sequences)](
         blocks(k.flatten(1), CHUNK, key_size), blocks(v.flatten(1), CHUNK, columns),
         blocks(rows.flatten(2).flatten(0, 1), 1, CHUNK), blocks(t.flatten(0, 2), CHUNK, CHUNK),
@@ -278,8 +279,8 @@ def boundaries(
         blocks(entry.flatten(0, 2), columns, key_size),
         k, v, rows, at.base, at.starts, at.context, at.slots,
         *strided([h, old_k, old_rows, running]),
-        **shape, V=size, COLUMNS=columns, STAGES=tiles.SCAN.stages, RAW=raw,
-        num_warps=tiles.SCAN.warps, **gpu.POLICY,
+        **shape, V=size, COLUMNS=columns, STAGES=tile.stages, RAW=raw,
+        num_warps=tile.warps, **gpu.POLICY,
     )  # fmt: skip
     return Work(rows, t, u, entry), x
 
@@ -329,14 +330,14 @@ def forward(
     chunks, tables = len(at.places), (at.places, at.slots)
     if raw:
         tile = tiles.RECUR
-        columns = min(tile.columns, size)
+        columns = tile.fitted(size)
         _recur[(size // columns, chunks, heads)](
             q, k, v, g, beta, work.entry, o, scale, *tables, *strided([running]),
             **shape, NEAR=NEAR, COLUMNS=columns, num_warps=tile.warps, **gpu.POLICY,
         )  # fmt: skip
     else:
-        tile = tiles.ROWS
-        columns = min(tile.columns, size)
+        tile = tiles.rows(heads)
+        columns = tile.fitted(size)
         group = heads // key_heads
         _rows[(size // columns, key_heads, chunks)](
             q, k, work.rows, blocks(work.u.flatten(0, 2), columns, CHUNK),

@@ -10,6 +10,7 @@ replays any mix of phases. A negative slot marks a row of padding: zeros, no sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +20,8 @@ import triton.language as tl
 from samebits.ops import gpu
 from samebits.ops.device import exp2_32
 from samebits.ops.gdn import tiles_sm90 as tiles
-from samebits.ops.gdn.cpu import BLOCK, CHUNK
 from samebits.ops.gdn import triton_decode_cpr as cpr
+from samebits.ops.gdn.cpu import BLOCK, CHUNK
 from samebits.ops.gdn.triton_chunk import strided
 from samebits.ops.gdn.triton_parts import NEAR, closed, halves, kept_keys, next_gamma
 
@@ -59,18 +60,16 @@ def products(q, k, ok_at, i, K: tl.constexpr, CHUNK: tl.constexpr, PAIR: tl.cons
 
 @triton.jit
 def row_of_chunk(
-    dots, g, beta, gamma_at, x_at, t_at, i, keeps,
+    dots, g, beta, gamma_at, x_at, t_at, i,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Row i of T [CHUNK] narrow, of the scores [CHUNK] fp32, and gamma_i; kept if `keeps`."""
+    """Row i of T [CHUNK] narrow, of the scores [CHUNK] fp32, and gamma_i."""
     start = i // BLOCK * BLOCK
     j = tl.arange(0, CHUNK)
     r = tl.arange(0, BLOCK)
     before = tl.load(gamma_at + i - 1, mask=i > 0, other=0.0)
     older = tl.load(gamma_at + j, mask=j < i, other=0.0)
-    t = tl.load(
-        t_at + j[:, None] * CHUNK + j[None, :], mask=(j < start)[:, None], other=0.0
-    )
+    t = tl.load(t_at + j[:, None] * CHUNK + j[None, :], mask=(j < start)[:, None], other=0.0)
     block = tl.load(
         x_at + r[:, None] * CHUNK + j[None, :], mask=(start + r < i)[:, None], other=0.0
     )
@@ -87,9 +86,9 @@ def row_of_chunk(
     x = tl.dot(-inside[None, :], block, x[None, :], input_precision="ieee")
     x = tl.reshape(x, (CHUNK,))
     narrow = x.to(t.dtype)
-    tl.store(x_at + (i - start) * CHUNK + j, x, mask=keeps & (j >= 0))
-    tl.store(t_at + i * CHUNK + j, narrow, mask=keeps & (j >= 0))
-    tl.store(gamma_at + i, gamma, mask=keeps)
+    tl.store(x_at + (i - start) * CHUNK + j, x)
+    tl.store(t_at + i * CHUNK + j, narrow)
+    tl.store(gamma_at + i, gamma)
     return narrow, scores, gamma
 
 
@@ -122,7 +121,7 @@ def _row(
                 dots, tl.load(g_ptr + row), tl.load(beta_ptr + row),
                 gamma_ptr + slot * gamma_slot + head * CHUNK,
                 x_ptr + slot * x_slot + head * (BLOCK * CHUNK),
-                t_ptr + slot * t_slot + head * (CHUNK * CHUNK), i, True, CHUNK, BLOCK, PAIR,
+                t_ptr + slot * t_slot + head * (CHUNK * CHUNK), i, CHUNK, BLOCK, PAIR,
             )  # fmt: skip
             high, rest = halves(scores, k.dtype)
             tl.store(weights_ptr + row * CHUNK + j, narrow)
@@ -189,70 +188,10 @@ def _state(
         high = tl.load(scores_ptr + row * (2 * CHUNK) + j)
         rest = tl.load(scores_ptr + row * (2 * CHUNK) + CHUNK + j)
         reach = tl.load(reach_ptr + row)
-        o, r, u = outputs(
-            h, rs, us, q, k, v, beta, reach, weights, high, rest, i, CHUNK, PAIR
-        )
+        o, r, u = outputs(h, rs, us, q, k, v, beta, reach, weights, high, rest, i, CHUNK, PAIR)
         tl.store(o_at, (scale * o).to(o_ptr.dtype.element_ty))
         tl.store(r_at + i * V + columns, r)
         tl.store(u_at + i * V + columns, u)
-        if context == 0:
-            tl.store(h_at, tl.zeros((K, COLUMNS), tl.float32))
-    else:
-        tl.store(o_at, tl.zeros((COLUMNS,), o_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _step(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, o_ptr, scale, context_ptr, slots_ptr,
-    h_ptr, h_slot, x_ptr, x_slot, gamma_ptr, gamma_slot, ok_ptr, ok_slot,
-    r_ptr, r_slot, u_ptr, u_slot, t_ptr, t_slot,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PAIR: tl.constexpr,
-):  # fmt: skip
-    """`_row` and `_state` in one: every block of columns computes row i of T and of the scores."""
-    part = tl.program_id(0)
-    columns = part * COLUMNS + tl.arange(0, COLUMNS)
-    head = tl.program_id(1)
-    n = tl.program_id(2)
-    slot = tl.load(slots_ptr + n).to(tl.int64)
-    row = n * HV + head
-    o_at = o_ptr + row * V + columns
-    if slot >= 0:
-        context = tl.load(context_ptr + n)
-        i = context % CHUNK
-        key_head = head // (HV // HK)
-        j = tl.arange(0, CHUNK)
-        d = tl.arange(0, K)
-        state_at = d[:, None] * V + columns[None, :]
-        h_at = h_ptr + slot * h_slot + head * (K * V) + state_at
-        row_at = j[:, None] * V + columns[None, :]
-        r_at = r_ptr + slot * r_slot + head * (CHUNK * V)
-        u_at = u_ptr + slot * u_slot + head * (CHUNK * V)
-        older = (j < i)[:, None]
-        h = tl.load(h_at, mask=(context > 0) & (state_at >= 0), other=0.0)
-        rs = tl.load(r_at + row_at, mask=older, other=0.0)
-        us = tl.load(u_at + row_at, mask=older, other=0.0)
-        q = tl.load(q_ptr + (n * HK + key_head) * K + d)
-        k = tl.load(k_ptr + (n * HK + key_head) * K + d)
-        v = tl.load(v_ptr + row * V + columns)
-        beta = tl.load(beta_ptr + row)
-        ok_at = ok_ptr + slot * ok_slot + key_head * (K * CHUNK)
-        dots = products(q, k, ok_at, i, K, CHUNK, PAIR)
-        weights, scores, gamma = row_of_chunk(
-            dots, tl.load(g_ptr + row), beta,
-            gamma_ptr + slot * gamma_slot + head * CHUNK,
-            x_ptr + slot * x_slot + head * (BLOCK * CHUNK),
-            t_ptr + slot * t_slot + head * (CHUNK * CHUNK), i, part == 0, CHUNK, BLOCK, PAIR,
-        )  # fmt: skip
-        high, rest = halves(scores, k.dtype)
-        o, r, u = outputs(
-            h, rs, us, q, k, v, beta, exp2_32(gamma), weights, high, rest, i, CHUNK, PAIR
-        )
-        tl.store(o_at, (scale * o).to(o_ptr.dtype.element_ty))
-        tl.store(r_at + i * V + columns, r)
-        tl.store(u_at + i * V + columns, u)
-        if (part == 0) & (head % (HV // HK) == 0):
-            tl.store(ok_at + d * CHUNK + i, k)
         if context == 0:
             tl.store(h_at, tl.zeros((K, COLUMNS), tl.float32))
     else:
@@ -322,7 +261,7 @@ def step(
     if raw:
         o = torch.zeros_like(v)
         tile = tiles.DECODE_RECUR
-        columns = min(tile.columns, size)
+        columns = tile.fitted(size)
         cpr._recur_row[(size // columns, heads, rows)](
             q, k, v, g, beta, o, scale, context, slots, *strided(state),
             **shape, V=size, BLOCK=BLOCK, COLUMNS=columns, NEAR=NEAR,
@@ -334,7 +273,7 @@ def step(
     weights = k.new_empty((rows, heads, CHUNK))
     scores = k.new_empty((rows, heads, 2, CHUNK))
     reach = torch.empty_like(g)
-    group = min(tiles.DECODE_ROW.heads, heads // key_heads)
+    group = math.gcd(tiles.DECODE_ROW.heads, heads // key_heads)
     # Each launch begins while the one before it ends; the interpreter knows no such thing.
     chained = not triton.knobs.runtime.interpret
     _row[(heads // group, rows)](
@@ -343,14 +282,14 @@ def step(
         num_warps=tiles.DECODE_ROW.warps, **gpu.POLICY,
     )  # fmt: skip
     tile = tiles.DECODE_STATE
-    columns = min(tile.columns, size)
+    columns = tile.fitted(size)
     _state[(size // columns, heads, rows)](
         q, k, v, beta, weights, scores, reach, o, scale, context, slots, *strided([h, r, u]),
         **shape, V=size, COLUMNS=columns, PAIR=PAIR, CHAINED=chained,
         num_warps=tile.warps, launch_pdl=chained, **gpu.POLICY,
     )  # fmt: skip
     tile = tiles.DECODE_CLOSE
-    columns = min(tile.columns, size)
+    columns = tile.fitted(size)
     work = rows * heads * (size // columns)
     _close[(min(work, tiles.CLOSING),)](
         context, slots, *strided([h, gamma, keys, u]), rows,

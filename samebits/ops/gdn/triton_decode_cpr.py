@@ -1,4 +1,4 @@
-"""Decoding on Hopper by `cpr`: one step of the recurrence, and the boundary state of a full chunk."""
+"""Decoding on Hopper by `cpr`: a step of the recurrence, and the boundary state of a full chunk."""
 
 from __future__ import annotations
 

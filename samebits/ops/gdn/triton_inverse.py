@@ -1,9 +1,9 @@
 """First passes over the chunks of a step on Hopper: where they lie, their decays, and T.
 
-    begin   gamma and what follows from it, row after row, for a few heads of a chunk
-    lower   L of a chunk for all value heads of a key head: one product of keys serves them
-    solve   T of a chunk and value head: a thread holds whole columns, so a step of the substitution
-            inside a block is one fma, and products with earlier blocks go through memory
+begin   gamma and what follows from it, row after row, for a few heads of a chunk
+lower   L of a chunk for all value heads of a key head: one product of keys serves them
+solve   T of a chunk and value head: a thread holds whole columns, so a step of the substitution
+        inside a block is one fma, and products with earlier blocks go through memory
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ def _solve(
                 r = tl.arange(0, BLOCK)
                 earlier = i < start
                 lower = tl.load(
-                    t_at + (start + r)[:, None] * CHUNK + i[None, :], mask=earlier[None, :], other=0.0
+                    t_at + (start + r)[:, None] * CHUNK + i[None, :],
+                    mask=earlier[None, :],
+                    other=0.0,
                 )
                 t = tl.load(
                     t_at + i[:, None] * CHUNK + i[None, :], mask=earlier[:, None], other=0.0
@@ -178,17 +180,13 @@ def _solve(
                 if OPEN:
                     older = (start + row < low) & (i >= 0)
                     known = older & (b == low // BLOCK)
-                    x = tl.where(
-                        known, tl.load(ox_at + row * CHUNK + i, mask=known, other=0.0), x
-                    )
+                    x = tl.where(known, tl.load(ox_at + row * CHUNK + i, mask=known, other=0.0), x)
                     stays = (start + row < high) & (b == high // BLOCK) & (i >= 0)
                     tl.store(x_at + row * CHUNK + i, x, mask=stays)
-                solved = solved + (x,)
+                solved = solved + (x,)  # type: ignore[assignment]  # noqa: RUF005
                 narrow = x.to(t_ptr.dtype.element_ty)
                 here = (start + row) * CHUNK + i
                 if OPEN:
-                    narrow = tl.where(
-                        older, tl.load(ot_at + here, mask=older, other=0.0), narrow
-                    )
+                    narrow = tl.where(older, tl.load(ot_at + here, mask=older, other=0.0), narrow)
                 tl.store(t_at + here, narrow)
             tl.debug_barrier()  # rows of T are operands of the next block's product

@@ -67,10 +67,7 @@ def _scan(
         whole = (end - origin) // CHUNK
         c = 0
         for piece in tl.range(0, 2 if OPEN else 1):
-            if OPEN:
-                until = tl.where(piece == 0, 0, whole)
-            else:
-                until = whole
+            until = tl.where(piece == 0, 0, whole) if OPEN else whole
             for n in tl.range(c, until, num_stages=STAGES):
                 at = (base + n) * HV + head
                 token = origin + n * CHUNK
