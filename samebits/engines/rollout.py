@@ -112,6 +112,8 @@ class RolloutSettings:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        if self.platform == "cpu":
+            own["CUDA_VISIBLE_DEVICES"] = ""  # else vLLM takes a GPU that it sees
         if self.fault:
             own["SAMEBITS_FAULT"] = self.fault
         if self.trace:

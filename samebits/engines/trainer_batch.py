@@ -83,12 +83,12 @@ class Inputs:
     targets: torch.Tensor
 
     def to(self, device: torch.device) -> Inputs:
-        """The same with every tensor on `device`."""
+        """The same with every tensor on `device`, but for `cu_seqlens`, which the host reads."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         moved: dict[str, Any] = {
             name: value.to(device)
             for name, value in fields.items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and name != "cu_seqlens"
         }
         return dataclasses.replace(self, **moved)
 

@@ -53,8 +53,7 @@ def apply(
         positions = torch.arange(s, device=t.device).repeat_interleave(b)
         return rotary.apply(t.reshape(s * b, h, d), positions, rows).view(s, b, h, d)
     starts = cu_seqlens.to(torch.int64)
-    rows_of_all = torch.arange(t.shape[0], device=t.device)
-    # The size is known here; without it the host would wait for the GPU in every layer.
+    # The size is known here: without it the host would wait for a GPU that holds the starts.
     first = starts[:-1].repeat_interleave(starts.diff(), output_size=t.shape[0])
-    positions = rows_of_all - first
-    return rotary.apply(t, positions, rows)
+    positions = torch.arange(t.shape[0], device=starts.device) - first
+    return rotary.apply(t, positions.to(t.device), rows)
