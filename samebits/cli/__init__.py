@@ -33,6 +33,7 @@ EXIT_CODES = (
 # verb -> (module with an `app`, one line of help); a module may hold several verbs.
 VERBS = {
     "patch": ("patch", "Build, check, export and compare the patch series."),
+    "bundle": ("bundle", "Pack the stack for hosts without a network."),
     "contract": ("contract", "Build, show, compare and admit a case's contract."),
     "prove": ("prove", "Run the gates of a case and write its evidence."),
     "trace": ("trace", "List what both engines run, by region, and what no region holds."),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from samebits import files
 from samebits.errors import Different, Refused, shown, word
-from samebits.patching import fetch, git, pins
+from samebits.patching import compiled, fetch, git, pins, sparse
 from samebits.patching.header import Patch, lint
 from samebits.patching.pins import Pin
 from samebits.patching.series import Series
@@ -317,12 +317,22 @@ def _write_record(workspace: Workspace, upstream: str, tree: str, record: dict, 
 
 
 def verify(upstream: str, model: str, folder: Path) -> None:
-    """Refuse a tree that is not, file by file, the commit that its folder is named after."""
+    """Refuse a tree that is not, file by file, the one that its folder is named after.
+
+    Compiled extensions of the upstream's release may lie in it (`samebits.patching.compiled`).
+    """
     hint = f"samebits patch apply {upstream} --model {model} --clean"
     required = f"tree {folder.name}"
+    extensions = compiled.verified(folder.parents[2] / "patches", upstream, folder)
+    if not (folder / ".git").exists() and sparse.listing_path(folder).exists():
+        if problem := sparse.problem(folder, git.BY_PRODUCTS, also=extensions):
+            raise Refused(
+                "SB0114", seen=f"{shown(folder)}: {problem}", required=required, hint=hint
+            )
+        return
     try:
         tree = head_tree(folder)
-        edits = git.edits(folder)
+        edits = sorted(set(git.edits(folder)) - extensions)
     except git.GitFailed as error:
         raise Refused(
             "SB0114",
