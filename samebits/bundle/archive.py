@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from samebits.bundle.wheels import File
 from samebits.errors import Refused
+from samebits.patching.fetch import sha256
 
 # Machine code of this processor compresses better after the first filter; the window is wide
 # enough to see two like trees.
@@ -71,12 +72,19 @@ class _Parts(io.RawIOBase):
 
 
 def write(
-    folder: Path, stem: str, files: Sequence[File], *, limit: int, compress: bool
+    folder: Path,
+    stem: str,
+    files: Sequence[File],
+    *,
+    limit: int,
+    compress: bool,
+    old: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write the parts of an archive; {sha256, size, compression, parts, files} for the manifest.
 
     limit      most bytes of a part
     compress   by xz; not for content that is compressed already
+    old        what an earlier call returned: its parts serve where they hold the same files
     Refuses SB1108 two different files for one path.
     """
     chosen: dict[str, File] = {}
@@ -89,6 +97,11 @@ def write(
                 required="one file for a path",
                 hint="samebits explain SB1108",
             )
+    table = {
+        path: [len(file.content), file.sha256, file.mode] for path, file in sorted(chosen.items())
+    }
+    if old is not None and old["files"] == table and _serves(folder, old["parts"], limit):
+        return {key: old[key] for key in ("sha256", "size", "compression", "parts", "files")}
     for left in folder.glob(f"{stem}-[0-9][0-9].part"):
         left.unlink()
     parts = _Parts(folder, stem, limit)
@@ -107,8 +120,12 @@ def write(
         "size": parts.size,
         "compression": "xz" if compress else "none",
         "parts": parts.parts,
-        "files": {
-            path: [len(file.content), file.sha256, file.mode]
-            for path, file in sorted(chosen.items())
-        },
+        "files": table,
     }
+
+
+def _serves(folder: Path, parts: list[dict[str, Any]], limit: int) -> bool:
+    """Whether written parts are whole and cut as a new archive would be."""
+    full = all(part["size"] == limit for part in parts[:-1]) and parts[-1]["size"] <= limit
+    paths = [(folder / part["name"], part["sha256"]) for part in parts]
+    return full and all(path.is_file() and sha256(path) == digest for path, digest in paths)

@@ -61,7 +61,14 @@ def pack(workspace: Workspace, options: Options) -> dict[str, Any]:
         print(f"packing {name}", file=sys.stderr)
         content, compress, about = _content(workspace, options, name, cases)
         stem = name.replace(":", "-")
-        entry = archive.write(options.out, stem, content, limit=options.part, compress=compress)
+        entry = archive.write(
+            options.out,
+            stem,
+            content,
+            limit=options.part,
+            compress=compress,
+            old=groups.get(name),
+        )
         groups[name] = {**about, **entry}
     order = [name for name in _names(workspace, cases, None) if name in groups]
     order += [name for name in groups if name not in order]

@@ -101,7 +101,7 @@ def fetch(workspace: Workspace, python: str, packages: list[Locked]) -> list[Pat
                         "SB1107",
                         seen=f"{line} for Python {python}: {said[-1] if said else 'no wheel'}",
                         required="a wheel for Linux x86-64 or for any platform",
-                        hint=f"{word(sys.executable)} -m pip download --no-deps {word(line)}",
+                        hint=f"pip download --no-deps {word(line)}",
                     )
         present = _present(folder)
     return [present[package.key] for package in packages]
