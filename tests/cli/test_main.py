@@ -31,6 +31,7 @@ def verb(monkeypatch):
 def test_verbs_are_these():
     assert list(cli.VERBS) == [
         "patch",
+        "bundle",
         "contract",
         "prove",
         "trace",
