@@ -146,7 +146,7 @@ def _chunks_from_slices() -> None:
 
     right, origins = gdn.advance, dict[tuple[int, int], int]()
 
-    def advance(q, k, v, g, beta, state, slots, query_start_loc, context_lens, *rest):
+    def advance(q, k, v, g, beta, state, slots, query_start_loc, context_lens, *rest, **options):
         boundary, running = state[:2]
         counts, moved = query_start_loc.diff().tolist(), context_lens.clone()
         for i, (slot, context) in enumerate(
@@ -162,7 +162,7 @@ def _chunks_from_slices() -> None:
                 boundary[slot] = running[slot]  # at a boundary it would be dead
             if context:  # counted from the slice, and never a fresh sequence
                 moved[i] = context - origins[layer] + gdn.CHUNK
-        return right(q, k, v, g, beta, state, slots, query_start_loc, moved, *rest)
+        return right(q, k, v, g, beta, state, slots, query_start_loc, moved, *rest, **options)
 
     gdn.advance = advance
 

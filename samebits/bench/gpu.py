@@ -22,7 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samebits import files
-from samebits.bench import gpu_attention, gpu_gates, gpu_gdn, gpu_public
+from samebits.bench import gpu_attention, gpu_gates, gpu_gdn, gpu_hybrid, gpu_public
 from samebits.bench.gpu_timing import Calls, Row, medians, row
 from samebits.errors import SamebitsError
 from samebits.ops import gemm, gpu
@@ -182,13 +182,15 @@ AREAS: dict[str, tuple[Callable[[], Iterator[str]], Callable[[], Iterator[Row]]]
     "gdn": (gpu_gdn.gates, gpu_gdn.rows),
 }
 
+PUBLIC = {"public": gpu_public.AREAS, "hybrid": gpu_hybrid.AREAS}
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code as everywhere: 0 done, 1 different, 2 refused, 3 not observed."""
     parser = argparse.ArgumentParser(prog="python -m samebits.bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file for the rows (default: under $OUT)")
     parser.add_argument(
-        "--only", choices=(*AREAS, "public"), help="gate and measure one area; public: gates only"
+        "--only", choices=(*AREAS, *PUBLIC), help="one area; public, hybrid: gates only"
     )
     options = parser.parse_args(arguments)
     out = options.out
@@ -197,8 +199,8 @@ def main(arguments: list[str] | None = None) -> int:
     areas = [AREAS[options.only]] if options.only in AREAS else list(AREAS.values())
     try:
         gpu.prepare(0)
-        if options.only == "public":
-            return gpu_public.main()
+        if options.only in PUBLIC:
+            return gpu_public.main(PUBLIC[options.only])
         for gates, _ in areas:
             for line in gates():
                 print(line, flush=True)

@@ -19,7 +19,13 @@ from samebits.ops.gemm.operands_sm90 import bf16
 FINITE = ("normal", "wide", "equal", "zeros", "subnormal", "cancel")
 KINDS = (*FINITE, "overflow", "nan", "underflow")
 LENGTHS = (1, 17, 64, 65, 128, 129, 256, 257, 600)
-GEOMETRIES = (attention.Rows(64, 4, 2), attention.Rows(16, 4, 2), attention.Rows(128, 8, 1))
+_SMALL = (attention.Rows(64, 4, 2), attention.Rows(16, 4, 2), attention.Rows(128, 8, 1))
+# By head size; none is the pinned one.
+GEOMETRIES = {
+    64: _SMALL,
+    128: _SMALL,
+    256: (attention.Rows(64, 4, 1), attention.Rows(16, 4, 1), attention.Rows(32, 4, 1)),
+}
 PAGES = (16, 32, 64)
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -91,7 +97,7 @@ def _source(seed: int) -> torch.Generator:
 def gate_law() -> str:
     """Packed sequences have the integer law's bits; so have rows of a long one, sampled."""
     tally = Tally("attention law")
-    for size in (128, 64):
+    for size in GEOMETRIES:
         for seed, kind in enumerate(FINITE):
             q, k, v = operands(kind, sum(LENGTHS), 2, 1, size, _source(seed))
             y = attention.varlen(q, k, v, _starts(list(LENGTHS)), max(LENGTHS), size**-0.5)
@@ -171,7 +177,7 @@ def _views(tally: Tally, kind: str, q, k, v, y, source: torch.Generator) -> None
 def gate_views() -> str:
     """A token's bits do not see decode, slices, pages, neighbours, geometry or graphs."""
     tally = Tally("attention views")
-    for size in (128, 64):
+    for size in GEOMETRIES:
         for seed, kind in enumerate(KINDS):
             source = _source(seed)
             q, k, v = operands(kind, 600, 8, 2, size, source)
@@ -182,7 +188,7 @@ def gate_views() -> str:
                 f"{kind}, again", attention.varlen(q, k, v, _starts([600]), 600, scale), y
             )
             _views(tally, kind, q, k, v, y, source)
-            for geometry in GEOMETRIES:
+            for geometry in GEOMETRIES[size]:
                 other = attention.varlen(q, k, v, _starts([600]), 600, scale, geometry)
                 tally.require(f"{kind}, {geometry}", other, y)
             # Between two sequences of NaN, which end inside of its tiles.

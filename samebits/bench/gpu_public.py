@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -101,11 +101,12 @@ class Area:
             self.wrong.append(f"not refused with {error_id}")
 
 
-def _normal(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:
+def normal(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:
+    """fp32 normal numbers on the GPU."""
     return torch.randn(shape, generator=source(seed), device="cuda") * size
 
 
-def _gradients(call: Callable, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def gradients_of(call: Callable, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Gradients of sum(call(...) * fixed numbers) in every tensor."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     y = call(*leaves)
@@ -113,7 +114,7 @@ def _gradients(call: Callable, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(y, leaves, weight.to(y.dtype)))
 
 
-def _replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+def replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
     """What a second replay of a CUDA graph leaves."""
     call()
     torch.cuda.synchronize()
@@ -127,7 +128,8 @@ def _replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
     return y.clone()
 
 
-def _integers(*values: int) -> torch.Tensor:
+def integers(*values: int) -> torch.Tensor:
+    """A table on the GPU."""
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
@@ -137,9 +139,9 @@ def check_rows(area: Area) -> None:
     ids = torch.randint(0, 512, (33,), generator=random, device="cuda")
     table = bf16((512, HIDDEN), -20, 20, random)
     area.same("embedding", embedding.lookup(ids, table), embedding.lookup(ids.cpu(), table.cpu()))
-    (ours,) = _gradients(lambda w: embedding.lookup(ids, w), table)
+    (ours,) = gradients_of(lambda w: embedding.lookup(ids, w), table)
     wide = table.double()
-    (exact,) = _gradients(lambda w: w[ids], wide)
+    (exact,) = gradients_of(lambda w: w[ids], wide)
     area.close("d embedding", ours, exact)
     for n in (HIDDEN, SIZE, 256):
         x = bf16((40, 2 * n), -127, 60, random)[:, :n]
@@ -151,14 +153,14 @@ def check_rows(area: Area) -> None:
             area.same(f"rms_norm {n} {centred}", y, law)
             one = torch.cat([rms_norm.rms_norm(row[None], w, 1e-5, centred) for row in x])
             area.same(f"rms_norm {n} {centred}, rows alone", one, y)
-    x, w = (_normal(*s, seed=2).bfloat16() for s in ((40, HIDDEN), (HIDDEN,)))
+    x, w = (normal(*s, seed=2).bfloat16() for s in ((40, HIDDEN), (HIDDEN,)))
     for centred in (False, True):
-        found = _gradients(lambda x, w, c=centred: rms_norm.rms_norm(x, w, 1e-5, c), x, w)
+        found = gradients_of(lambda x, w, c=centred: rms_norm.rms_norm(x, w, 1e-5, c), x, w)
 
         def norm(x, w, c=centred):
             return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (w + c)
 
-        exacts = _gradients(norm, x.double(), w.double())
+        exacts = gradients_of(norm, x.double(), w.double())
         for name, a, b in zip("xw", found, exacts, strict=True):
             area.close(f"d{name} rms_norm", a, b)
     x = bf16((40, HEADS, 96), -20, 20, random)
@@ -168,7 +170,7 @@ def check_rows(area: Area) -> None:
     y = rotary.apply(x, at.cuda(), angles.cuda())
     area.same("rotary, the CPU's bits", y, rotary.apply(x.cpu(), at, angles))
     area.same("rotary, a token alone", rotary.apply(x[:1], at[:1].cuda(), angles.cuda()), y[:1])
-    (ours,) = _gradients(lambda x: rotary.apply(x, at.cuda(), angles.cuda()), x)
+    (ours,) = gradients_of(lambda x: rotary.apply(x, at.cuda(), angles.cuda()), x)
     turn = angles.double().cuda()[at.cuda()][:, None]
 
     def turned(x):
@@ -176,17 +178,17 @@ def check_rows(area: Area) -> None:
         c, s = turn.chunk(2, -1)
         return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
 
-    (exact,) = _gradients(turned, x.double())
+    (exact,) = gradients_of(turned, x.double())
     area.close("dx rotary", ours, exact)
     x = bf16((40, 2 * INNER), -20, 6, random)
     area.same("silu_mul, the CPU's bits", silu_mul.silu_mul(x), silu_mul.silu_mul(x.cpu()))
-    x = _normal(40, 2 * INNER, seed=3).bfloat16()
+    x = normal(40, 2 * INNER, seed=3).bfloat16()
 
     def silu(x):
         gate, up = x.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up
 
-    area.close("dx silu_mul", *_gradients(silu_mul.silu_mul, x), *_gradients(silu, x.double()))
+    area.close("dx silu_mul", *gradients_of(silu_mul.silu_mul, x), *gradients_of(silu, x.double()))
 
 
 def check_admission(area: Area) -> None:
@@ -244,21 +246,21 @@ def check_gemm(area: Area) -> None:
     area.same("bias", gemm.linear(x, w, bias), (y.float() + bias.float()).bfloat16())
     area.same("4 columns", gemm.linear(x, w[:4].contiguous()), y[:, :4])
     x, w = operands("normal", 70, WIDTH, HIDDEN, source(10))
-    exact = _gradients(lambda x, w: x @ w.t(), x.double(), w.double())
+    exact = gradients_of(lambda x, w: x @ w.t(), x.double(), w.double())
     for name, call in (
         ("linear", gemm.linear),
         ("row_parallel", lambda x, w: gemm.row_parallel(x, w, ReductionPlan(2))),
         ("lm_head", gemm.lm_head),
     ):
-        for side, ours, law in zip("xw", _gradients(call, x, w), exact, strict=True):
+        for side, ours, law in zip("xw", gradients_of(call, x, w), exact, strict=True):
             area.close(f"d{side} {name}", ours, law)
 
 
 def check_attention(area: Area) -> None:
     """Law, packed sequences, slices of a prefill, decode, page sizes, graphs; gradients."""
     length = 700
-    q = _normal(length, HEADS, SIZE, seed=4).bfloat16()
-    k, v = (_normal(length, KEY_HEADS, SIZE, seed=s).bfloat16() for s in (5, 6))
+    q = normal(length, HEADS, SIZE, seed=4).bfloat16()
+    k, v = (normal(length, KEY_HEADS, SIZE, seed=s).bfloat16() for s in (5, 6))
     y = attention.varlen(q, k, v, torch.tensor([0, length]), SCALE)
     at = torch.tensor([0, 5, 127, 255, 256, 511, 699], device="cuda")
     for head in (0, 4, 8):
@@ -267,7 +269,7 @@ def check_attention(area: Area) -> None:
         area.same(f"law, head {head}", y[at, head], exact.bfloat16())
     packed = attention.varlen(
         torch.cat([q[:50], q]), torch.cat([k[:50], k]), torch.cat([v[:50], v]),
-        _integers(0, 50, 50, 50 + length), SCALE,
+        integers(0, 50, 50, 50 + length), SCALE,
     )  # fmt: skip
     area.same("packed, first", packed[:50], y[:50])
     area.same("packed, second", packed[50:], y)
@@ -277,7 +279,7 @@ def check_attention(area: Area) -> None:
         kc, vc, table = pages(k, v, page)
         many = table.expand(len(slices), -1).contiguous()
         tokens = torch.cat([torch.arange(a, b, device="cuda") for a, b in slices])
-        starts, ends = _integers(*cuts), _integers(*cuts[1:])
+        starts, ends = integers(*cuts), integers(*cuts[1:])
 
         def sliced(kc=kc, vc=vc, many=many, tokens=tokens, starts=starts, ends=ends):
             return attention.paged(
@@ -286,12 +288,12 @@ def check_attention(area: Area) -> None:
 
         area.same(f"slices, pages of {page}", sliced(), y)
         if page == 16:
-            area.same("slices, in a graph", _replayed(sliced), y)
+            area.same("slices, in a graph", replayed(sliced), y)
         steps = torch.tensor([0, 15, 255, 256, 400, 699], device="cuda")
         each = table.expand(len(steps) + 2, -1).contiguous()
         # A request in between that asks for nothing, and a padded one.
-        starts = _integers(0, 1, 2, 3, 3, 4, 5, 6, 6)
-        ends = _integers(1, 16, 256, 9, 257, 401, 700, 0)
+        starts = integers(0, 1, 2, 3, 3, 4, 5, 6, 6)
+        ends = integers(1, 16, 256, 9, 257, 401, 700, 0)
         out = torch.full((7, HEADS, SIZE), 3.0, device="cuda").bfloat16()
         rows = torch.cat([q[steps], q[:1]])
 
@@ -303,10 +305,10 @@ def check_attention(area: Area) -> None:
         area.same(f"decode, pages of {page}", decoded()[:6], y[steps])
         area.true("decode wrote a row of no request", bool((out[6] == 3).all()))
         if page == 16:
-            area.same("decode, in a graph", _replayed(decoded)[:6], y[steps])
+            area.same("decode, in a graph", replayed(decoded)[:6], y[steps])
     area.refuses(
         "SB0416",
-        lambda: attention.paged(q[:1], kc, vc, each, _integers(0, 1), _integers(1), SCALE),
+        lambda: attention.paged(q[:1], kc, vc, each, integers(0, 1), integers(1), SCALE),
     )
     lengths = (40, 40, 7, 40)
     starts = torch.tensor([0, *itertools.accumulate(lengths)])
@@ -326,8 +328,8 @@ def check_attention(area: Area) -> None:
         return attention.varlen(q, k, v, starts, SCALE)
 
     some = [x[:total] for x in (q, k, v)]
-    found, again = _gradients(ours, *some), _gradients(ours, *some)
-    law = _gradients(softmax, *[x.double() for x in some])
+    found, again = gradients_of(ours, *some), gradients_of(ours, *some)
+    law = gradients_of(softmax, *[x.double() for x in some])
     for name, a, b, c in zip("qkv", found, law, again, strict=True):
         area.close(f"d{name} attention", a, b)
         area.same(f"d{name} attention, again", c, a)
@@ -336,7 +338,7 @@ def check_attention(area: Area) -> None:
 def check_logprob(area: Area) -> None:
     """Law, whole rows, selected entries, padded columns, ranks, digests, gradients."""
     plan, rows = ReductionPlan(VOCAB_LEAVES), 32
-    logits = _normal(rows, VOCAB, seed=7, size=4.0)
+    logits = normal(rows, VOCAB, seed=7, size=4.0)
     logits[1, : VOCAB // 2] = -torch.inf
     logits[2], logits[3, 7], logits[4, 0] = -torch.inf, torch.nan, torch.inf
     targets = torch.randint(VOCAB // 2, VOCAB, (rows,), generator=source(8), device="cuda")
@@ -370,8 +372,8 @@ def check_logprob(area: Area) -> None:
         "temperature", logprob.scale(logits, 0.7, True), logprob.scale(logits.cpu(), 0.7, True)
     )
     some = logits[5:]
-    (ours,) = _gradients(lambda x: logprob.selected(x, targets[5:], plan), some)
-    (exact,) = _gradients(
+    (ours,) = gradients_of(lambda x: logprob.selected(x, targets[5:], plan), some)
+    (exact,) = gradients_of(
         lambda x: x.log_softmax(-1).gather(1, targets[5:, None])[:, 0], some.double()
     )
     area.close("d logits", ours, exact)
@@ -381,15 +383,15 @@ def check_graphs(area: Area) -> None:
     """A layer and the output layer in a CUDA graph: other inputs, other batch, same bits."""
     random = source(11)
     weights = {
-        name: _normal(n, k, seed=seed, size=0.05).bfloat16()
+        name: normal(n, k, seed=seed, size=0.05).bfloat16()
         for seed, (name, n, k) in enumerate(
             (("qkv", WIDTH, HIDDEN), ("o", HIDDEN, HIDDEN), ("up", 2 * INNER, HIDDEN),
              ("down", HIDDEN, INNER), ("head", VOCAB, HIDDEN)), 20,
         )
     }  # fmt: skip
-    norm = _normal(HIDDEN, seed=30).bfloat16()
+    norm = normal(HIDDEN, seed=30).bfloat16()
     angles, plan = rotary.table(1024, SIZE, 1e5).cuda(), ReductionPlan(LEAVES)
-    kc, vc = (_normal(64, 16, KEY_HEADS, SIZE, seed=s).bfloat16() for s in (31, 32))
+    kc, vc = (normal(64, 16, KEY_HEADS, SIZE, seed=s).bfloat16() for s in (31, 32))
     table = torch.randperm(64, generator=random, device="cuda").int().view(8, 8)
 
     def layer(ids, at, starts, lengths):
@@ -405,9 +407,9 @@ def check_graphs(area: Area) -> None:
 
     ids = torch.randint(0, VOCAB, (8,), generator=random, device="cuda")
     lengths = torch.randint(1, 128, (8,), generator=random, device="cuda").int()
-    inputs = [ids, (lengths - 1).long(), _integers(*range(9)), lengths]
+    inputs = [ids, (lengths - 1).long(), integers(*range(9)), lengths]
     eager = layer(*inputs)
-    area.same("in a graph", _replayed(lambda: layer(*inputs)), eager)
+    area.same("in a graph", replayed(lambda: layer(*inputs)), eager)
     held = [x.clone() for x in inputs]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -422,24 +424,31 @@ def check_graphs(area: Area) -> None:
     table.copy_(table[torch.argsort(order)])
     for i in (0, 5):
         one = slice(i, i + 1)
-        rows = [ids[one], inputs[1][one], _integers(0, 1), lengths[one]]
+        rows = [ids[one], inputs[1][one], integers(0, 1), lengths[one]]
         whole, table = table, table[one].clone()
         area.same("a row alone", layer(*rows), eager[one])
         table = whole
 
 
 def check_probes(area: Area) -> None:
-    """Every known-answer probe, twice; the answers are shown."""
-    for region, found in registry.implementations("sm90").items():
-        answer = hex_digest(found.probe())
-        area.notes.append(f"{region} {answer[:16]}")
-        area.true(f"{region} answered {answer} first", hex_digest(found.probe()) == answer)
-    counts = registry.served()
-    missing = [region for region in registry.DENSE if not counts.get(region)]
+    """Known-answer probes of a dense model, twice; the answers are shown."""
+    probe(area, registry.DENSE)
+
+
+def probe(area: Area, regions: tuple[str, ...]) -> None:
+    """Probes of `regions`, which must have been served before."""
+    counts, installed = registry.served(), registry.implementations("sm90")
+    missing = [region for region in regions if not counts.get(region)]
     area.true(f"not served: {', '.join(missing)}", not missing)
+    for region in regions:
+        answer = hex_digest(installed[region].probe())
+        area.notes.append(f"{region} {answer[:16]}")
+        again = hex_digest(installed[region].probe())
+        area.true(f"{region} answered {answer}, then {again}", again == answer)
 
 
-AREAS: tuple[Callable[[Area], None], ...] = (
+Check = Callable[[Area], None]
+AREAS: tuple[Check, ...] = (
     check_rows,
     check_logprob,
     check_attention,
@@ -450,9 +459,9 @@ AREAS: tuple[Callable[[Area], None], ...] = (
 )
 
 
-def run() -> Iterator[Area]:
+def run(checks: Sequence[Check]) -> Iterator[Area]:
     """Every area, whatever the others do."""
-    for check in AREAS:
+    for check in checks:
         area = Area(check.__name__.removeprefix("check_"))
         started = time.perf_counter()
         try:
@@ -464,10 +473,10 @@ def run() -> Iterator[Area]:
         yield area
 
 
-def main() -> int:
+def main(checks: Sequence[Check] = AREAS) -> int:
     """Exit code 0 where nothing differs, else 1."""
     areas = []
-    for area in run():
+    for area in run(checks):
         areas.append(area)
         for line in (*area.wrong, "; ".join(area.notes)):
             print(f"{area.name}: {line}", flush=True)

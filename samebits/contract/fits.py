@@ -14,8 +14,9 @@ from samebits.contract.dims import dims_of
 if TYPE_CHECKING:
     from samebits.recipe import Recipe
 
-# What either Gated DeltaNet schedule fixes in the regions of a recurrent layer: all their constants
-# but the schedule's name. Operators register the same; `build` refuses (SB0319) where they do not.
+# What either Gated DeltaNet schedule fixes on a CPU in the regions of a recurrent layer: all their
+# constants but the schedule's name. Operators register the same; `build` refuses (SB0319) where
+# they do not.
 GDN: Mapping[str, Mapping[str, int | str]] = {
     "gdn.conv": {"activation": "silu", "exp": "exp32", "window": "bf16"},
     "gdn.l2_norm": {"lanes": 16},
@@ -30,6 +31,9 @@ GDN: Mapping[str, Mapping[str, int | str]] = {
         "beta": "fp32",
     },
 }
+
+# On Hopper: as there, but squares of a row are added to their neighbours and then by halves.
+GDN_SM90: Mapping[str, Mapping[str, int | str]] = {**GDN, "gdn.l2_norm": {"near": 4}}
 
 
 def model_of(recipe: Recipe) -> dict[str, Any]:
@@ -70,7 +74,7 @@ def decisions_of(recipe: Recipe) -> dict[str, Mapping[str, Any]]:
         "norm.rms_zero_centred": eps,
         "norm.gated": eps,
         "rope": {"theta": canonical.float_bits(float(recipe.config["rope_theta"]))},
-        **GDN,
+        **(GDN_SM90 if recipe.platform == "sm90" else GDN),
         "gdn.core": {**GDN["gdn.core"], "schedule": recipe.gdn_schedule or ""},
     }
 

@@ -31,6 +31,30 @@ def require_starts(starts: np.ndarray, tokens: int, *, whole: bool) -> None:
         )
 
 
+def on_device(x: torch.Tensor, **tables: torch.Tensor) -> list[torch.Tensor]:
+    """Integer tables that lie where x does, as int32; SB0420. Their values are not read."""
+    for name, table in tables.items():
+        if table.device != x.device or table.dtype not in (torch.int32, torch.int64):
+            raise Refused(
+                "SB0420",
+                seen=f"{name} is {table.dtype} on {table.device}",
+                required=f"int32 or int64 on {x.device}",
+                hint="samebits explain SB0420",
+            )
+    return [table.to(torch.int32) for table in tables.values()]
+
+
+def host_checked(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Starts [R + 1] of all rows of x, as int32 on its device.
+
+    A table on the CPU is checked first (SB0483). One on the GPU is not read: the host would wait,
+    and whoever made it there answers for its values.
+    """
+    if not table.is_cuda:
+        require_starts(integers(table), len(x), whole=True)
+    return table.to(x.device, torch.int32)
+
+
 def require_slots(slots: np.ndarray, context_lens: np.ndarray, sequences: int, count: int) -> None:
     """One distinct slot below `count` and one length for each of the sequences, else SB0483."""
     if (

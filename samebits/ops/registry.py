@@ -73,9 +73,6 @@ OPERATORS = (
     "output_gate",
 )
 
-# Those of them that have an implementation for Hopper GPUs.
-ON_SM90 = ("embedding", "rms_norm", "gemm", "rotary", "attention", "silu_mul", "logprob")
-
 
 def regions_of(architecture: str) -> tuple[str, ...]:
     """The regions that a model of this architecture computes with, in forward order."""
@@ -129,10 +126,10 @@ def register(implementation: Implementation) -> Implementation:
     return implementation
 
 
-# Platform -> the operators that have a module of its name; those of "cpu" are the packages.
+# Platform -> modules that register its implementations.
 _MODULES = {
     "cpu": tuple(f"samebits.ops.{name}" for name in OPERATORS),
-    "sm90": tuple(f"samebits.ops.{name}.sm90" for name in OPERATORS if name in ON_SM90),
+    "sm90": tuple(f"samebits.ops.{name}.sm90" for name in OPERATORS),
 }
 
 

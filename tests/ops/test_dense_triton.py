@@ -89,9 +89,10 @@ def launches(size: int):
     return [(r.kernel, arguments) for r in recorders for _, arguments in r.calls]
 
 
-def test_every_kernel_of_rows_compiles_for_sm90(no_gpu):
+@pytest.mark.parametrize("size", attention.ROWS)
+def test_every_kernel_of_rows_compiles_for_sm90(no_gpu, size):
     seen = set()
-    for kernel, arguments in launches(64):
+    for kernel, arguments in launches(size):
         code = compiled_sm90.compiled(kernel, arguments)
         assert code.asm["cubin"] and code.metadata.shared <= SHARED
         assert "fma.rn.f32" in code.asm["ptx"] or "fma" not in code.asm["ptx"]

@@ -1,6 +1,6 @@
 """Attention forward on Hopper; the schedule is `sm90` in the README, the law `reference_sm90.py`.
 
-q [T, H, D], keys and values in bf16, D 64 or 128, G divides H; operands are CUDA tensors whose
+q [T, H, D], keys and values in bf16, D 64, 128 or 256, G divides H; operands are CUDA tensors whose
 last dimension is contiguous. Refuses with SB0420 (dtype, device), SB0421 (shape), SB0414 (geometry,
 scale). Values of tables, starts and lengths are not read by the host, so that calls can be captured
 in CUDA graphs: the engine answers for them.
@@ -34,8 +34,9 @@ class Rows:
     stages: int = 2
 
 
-ROWS = Rows()
-DECODE = (4, 3)  # warps, stages; move no bit
+# By head size: what fits in registers and shared memory.
+ROWS = {64: Rows(), 128: Rows(), 256: Rows(64, 8, 1)}
+DECODE = {64: (4, 3), 128: (4, 3), 256: (8, 2)}  # warps, stages; move no bit
 
 
 @triton.jit
@@ -267,7 +268,7 @@ def varlen(
     starts: torch.Tensor,
     longest: int,
     scale: float,
-    geometry: Rows = ROWS,
+    geometry: Rows | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed sequences -> [T, H, D] bf16. Forward only.
 
@@ -289,7 +290,7 @@ def paged(
     lengths: torch.Tensor,
     most: int,
     scale: float,
-    geometry: Rows = ROWS,
+    geometry: Rows | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of T query tokens over a paged cache -> [T, H, D] bf16; any slice of a prefill.
@@ -330,11 +331,12 @@ def decode(
     w, o = torch.empty_like(m), m.new_empty((*m.shape, size))
     c = factor(scale)
     group = heads // key_heads
+    warps, stages = DECODE[size]
     _partitions[(count, key_heads, requests)](
         q, key_cache, value_cache, m, w, o, starts, lengths, table, table.stride(0),
         q.stride(0), q.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], c, count,
         GROUP=group, D=size, PAGE=key_cache.shape[1], ROWS=max(16, triton.next_power_of_2(group)),
-        TILE=TILE, PARTITION=PARTITION, num_warps=DECODE[0], num_stages=DECODE[1], **gpu.POLICY,
+        TILE=TILE, PARTITION=PARTITION, num_warps=warps, num_stages=stages, **gpu.POLICY,
     )  # fmt: skip
     _finish[(heads, requests)](
         m, w, o, y, starts, lengths, c, count, D=size, PARTITION=PARTITION, MERGE=MERGE,
@@ -348,8 +350,9 @@ def factor(scale: float) -> float:
     return float(np.float32(scale * math.log2(math.e)))
 
 
-def _launch(q, k, v, y, starts, lengths, table, most, scale, geometry: Rows) -> None:
+def _launch(q, k, v, y, starts, lengths, table, most, scale, geometry: Rows | None) -> None:
     tokens, heads, size = q.shape
+    geometry = geometry or ROWS[size]
     if not tokens or not most:
         return
     if table is None:
@@ -382,7 +385,7 @@ def _check(q, k, v, rank: int, scale: float, **tables: torch.Tensor) -> None:
 def require_geometry(heads: int, key_heads: int, size: int, page: int | None, scale: float) -> None:
     """Refuses with SB0414 what no gate covers; `page` None stands for packed keys."""
     if (
-        size not in (64, 128)
+        size not in ROWS
         or key_heads < 1
         or heads % key_heads
         or heads > 64 * key_heads
@@ -393,6 +396,6 @@ def require_geometry(heads: int, key_heads: int, size: int, page: int | None, sc
             "SB0414",
             seen=f"head size {size}, {heads} query and {key_heads} key heads, page {page}, "
             f"scale {scale}",
-            required="head size 64 or 128, heads in whole groups, page 16, 32 or 64, scale > 0",
+            required="head size 64, 128 or 256, whole groups of heads, page 16, 32, 64; scale > 0",
             hint="samebits explain SB0414",
         )

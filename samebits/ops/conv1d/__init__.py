@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import overload
 
 import numpy as np
@@ -68,10 +69,17 @@ def advance(
     before the sequence are +0; s = 1 / (1 + exp32(-acc)); y = bf16(acc * s), one rounding each. An
     output sees W rows of its own sequence and channel. A sequence without rows is left as it is.
 
-    Forward only. Refuses dtypes (SB0420), shapes (SB0421), windows (SB0426), tables (SB0483).
+    Forward only. Refuses dtypes (SB0420), shapes (SB0421), windows (SB0426), tables (SB0483). CUDA
+    tensors: `sm90.advance`, the same operations.
     """
+    if x.is_cuda:
+        from samebits.ops.conv1d import sm90
+
+        tables = slots, query_start_loc, context_lens
+        return sm90.advance(x, weight, window, *tables, exact=exact)
     _check_operands(x, weight, exact)
-    _check_window(window, weight)
+    require_dtype("window", window, torch.bfloat16)
+    check_window(window, weight)
     at, starts, context = (integers(t) for t in (slots, query_start_loc, context_lens))
     require_starts(starts, len(x), whole=False)
     require_slots(at, context, len(starts) - 1, len(window))
@@ -99,8 +107,13 @@ def varlen(
     """Whole packed sequences -> y [T, C] bf16, the bits of `advance`.
 
     Operands, `exact` and order as in `advance`; cu_seqlens [R + 1] integers, cumulative, from 0 to
-    T. Differentiable in x and weight (backward in fp32, one rounding to bf16).
+    T. Differentiable in x and weight (backward in fp32, one rounding to bf16). CUDA tensors:
+    `sm90.varlen`.
     """
+    if x.is_cuda:
+        from samebits.ops.conv1d import sm90
+
+        return sm90.varlen(x, weight, cu_seqlens, exact=exact)
     _check_operands(x, weight, exact)
     starts = integers(cu_seqlens)
     require_starts(starts, len(x), whole=True)
@@ -123,16 +136,21 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         x, weight = ctx.saved_tensors
-        grad = torch.cat([part.float() for part in grads], 1)
-        return *_gradients(x.float(), weight.float(), ctx.starts, grad), None, None
+        index = torch.from_numpy(
+            np.arange(len(x)) - np.repeat(ctx.starts[:-1], np.diff(ctx.starts))
+        )
+        return *gradients(x, weight, index, grads), None, None
 
 
-def _gradients(
-    x: torch.Tensor, weight: torch.Tensor, starts: np.ndarray, grad: torch.Tensor
+def gradients(
+    x: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and weight, bf16, from fp32 tensors."""
-    lengths = np.diff(starts)
-    index = torch.from_numpy(np.arange(len(x)) - np.repeat(starts[:-1], lengths))
+    """Gradients of x and weight: fp32, one rounding to bf16.
+
+    index [T] integers is a row's place in its sequence; grads are those of both parts of y.
+    """
+    x, weight = x.float(), weight.float()
+    grad = torch.cat([part.float() for part in grads], 1)
     lags = range(weight.shape[1] - 1, -1, -1)
     shifted = []
     for lag in lags:  # row t holds row t - lag of the same sequence, or zero
@@ -162,9 +180,9 @@ def _check_operands(x: torch.Tensor, weight: torch.Tensor, exact: int | None) ->
     require_shape("x", x, fits, f"[T, {exact} or more], of which {exact} are left in fp32")
 
 
-def _check_window(window: torch.Tensor, weight: torch.Tensor) -> None:
+def check_window(window: torch.Tensor, weight: torch.Tensor) -> None:
+    """`window` is [slots, W - 1, C], contiguous inside a slot, for weight [C, W]; else SB0426."""
     channels, taps = weight.shape
-    require_dtype("window", window, torch.bfloat16)
     shape = (taps - 1, channels)
     slots = window.shape[0] if window.dim() else 0
     if (

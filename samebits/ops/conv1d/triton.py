@@ -1,7 +1,4 @@
-"""Causal convolution and silu on Hopper: the operations of `reference.py`, so the CPU's bits.
-
-No bit is claimed yet: no gate on a chip has admitted the kernels.
-"""
+"""Causal convolution and silu on Hopper: the operations of `reference.py`, so the CPU's bits."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from samebits.errors import Refused
 from samebits.ops import gpu
 from samebits.ops.device import sigmoid32
 
@@ -78,41 +74,6 @@ def _shift(
             tl.store(at + j * C, x, mask=inside)
 
 
-def advance(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    window: torch.Tensor,
-    slots: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    context_lens: torch.Tensor,
-    *,
-    exact: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`conv1d.advance` on CUDA: shapes, dtypes and effects as there, tables on the device.
-
-    Contiguous x and weight (SB0420, SB0421), window strided in dim 0 only (SB0482). The host
-    reads no table.
-    """
-    gpu.prepare(x.device.index or 0)
-    gpu.require("weight", weight, torch.bfloat16, weight.dim() == 2, "[C, W]")
-    channels, taps = weight.shape
-    fits = x.dim() == 2 and x.shape[1] == channels >= exact >= 0
-    gpu.require("x", x, torch.bfloat16, fits, f"[T, {channels}], {exact} or more of them")
-    if (
-        window.shape[1:] != (taps - 1, channels)
-        or window.dtype != torch.bfloat16
-        or window.device != x.device
-        or (len(window) and not window[0].is_contiguous())
-    ):
-        raise Refused(
-            "SB0482",
-            seen=f"window {list(window.shape)} {window.dtype}, strides {list(window.stride())}",
-            required=f"[slots, {taps - 1}, {channels}] bf16, contiguous inside a slot",
-            hint="samebits explain SB0482",
-        )
-    return launch(x, weight, window, slots, query_start_loc, context_lens, exact)
-
-
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -122,7 +83,11 @@ def launch(
     context_lens: torch.Tensor,
     exact: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`advance` without checks."""
+    """(y [T, exact] fp32, y [T, C - exact]) of `conv1d.advance`, whose effects it has.
+
+    Contiguous x and weight, window strided in dim 0 only, tables on the same device: nothing is
+    checked, and the host reads no table.
+    """
     starts, context, slots = (t.to(torch.int32) for t in (query_start_loc, context_lens, slots))
     tokens, channels = x.shape
     wide = x.new_empty((tokens, exact), dtype=torch.float32)

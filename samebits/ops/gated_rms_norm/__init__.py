@@ -22,16 +22,22 @@ class _GatedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, z, weight, r = ctx.saved_tensors
-        r = r.reshape(*x.shape[:-1], 1)
-        hat, gate, grad, w = x.float() * r, z.float(), grad.float(), weight.float()
-        s = torch.sigmoid(gate)
-        dnorm = grad * (gate * s)
-        dhat = dnorm * w
-        dx = (dhat - hat * (dhat * hat).mean(-1, keepdim=True)) * r
-        dz = grad * (hat * w) * (s * (1 + gate * (1 - s)))
-        dw = (dnorm * hat).reshape(-1, w.numel()).sum(0)
-        return dx.to(x.dtype), dz.to(z.dtype), dw.to(weight.dtype), None
+        return *gradients(grad, *ctx.saved_tensors), None
+
+
+def gradients(
+    grad: torch.Tensor, x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, r: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, z and weight: fp32, one rounding; r [rows] fp32 is 1 / rms."""
+    r = r.reshape(*x.shape[:-1], 1)
+    hat, gate, grad, w = x.float() * r, z.float(), grad.float(), weight.float()
+    s = torch.sigmoid(gate)
+    dnorm = grad * (gate * s)
+    dhat = dnorm * w
+    dx = (dhat - hat * (dhat * hat).mean(-1, keepdim=True)) * r
+    dz = grad * (hat * w) * (s * (1 + gate * (1 - s)))
+    dw = (dnorm * hat).reshape(-1, w.numel()).sum(0)
+    return dx.to(x.dtype), dz.to(z.dtype), dw.to(weight.dtype)
 
 
 def gated_rms_norm(
@@ -46,8 +52,12 @@ def gated_rms_norm(
     sees only itself.
 
     Differentiable in x, z and weight (backward in fp32). Refuses other dtypes (SB0420) and shapes
-    (SB0421).
+    (SB0421). CUDA tensors: `sm90.gated_rms_norm`, whose sums have another order.
     """
+    if x.is_cuda:
+        from samebits.ops.gated_rms_norm import sm90
+
+        return sm90.gated_rms_norm(x, z, weight, eps, wide=wide)
     require_dtype("x", x, torch.float32 if wide else torch.bfloat16)
     for name, operand in (("z", z), ("weight", weight)):
         require_dtype(name, operand, torch.bfloat16)

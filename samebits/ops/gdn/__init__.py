@@ -83,6 +83,8 @@ def advance(
     context_lens: torch.Tensor,
     scale: float,
     schedule: str,
+    *,
+    most: int | None = None,
 ) -> torch.Tensor:
     """One step of R sequences -> o [T, HV, V] of dtype `OUTPUTS[schedule]`; states move in place.
 
@@ -95,8 +97,15 @@ def advance(
     query_start_loc  [R + 1] integers, cumulative, from 0; rows past the last one give zeros
     context_lens     [R] integers: tokens of each sequence before this step; 0 starts from a zero
                      state whatever the slot holds
-    Forward only. A sequence without rows is left as it is.
+    most             no sequence has more rows: where it is 1, CUDA tensors take the kernels that
+                     decode; ignored on a CPU
+    Forward only. A sequence without rows is left as it is. CUDA tensors: `sm90.advance`.
     """
+    if q.is_cuda:
+        from samebits.ops.gdn import sm90
+
+        tables = slots, query_start_loc, context_lens
+        return sm90.advance(q, k, v, g, beta, state, *tables, scale, schedule, most=most)
     heads = _check_operands(q, k, v, g, beta, scale)
     _check_state(schedule, heads, state)
     at, starts, context = (integers(x) for x in (slots, query_start_loc, context_lens))
@@ -125,7 +134,12 @@ def varlen(
     [R, HV, K, V] fp32 (zero when not given) takes the place of a boundary state. Differentiable
     in q, k, v, g, beta and initial_state: the backward is that of the fp32 chunk form without the
     schedule's inner roundings, rounded once to each operand's dtype; it carries no bit promise.
+    CUDA tensors: `sm90.varlen`.
     """
+    if q.is_cuda:
+        from samebits.ops.gdn import sm90
+
+        return sm90.varlen(q, k, v, g, beta, cu_seqlens, scale, schedule, initial_state)
     heads = _check_operands(q, k, v, g, beta, scale)
     _check_schedule(schedule)
     starts = integers(cu_seqlens)

@@ -21,11 +21,23 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dg, dbeta):
-        a, A_log, dt_bias, g, beta = ctx.saved_tensors
-        slope = torch.sigmoid(a.float() + dt_bias.float())
-        dt = -dg * A_log.exp() * slope
-        db = dbeta * beta * (1 - beta)
-        return dt.to(a.dtype), db.to(a.dtype), (dg * g).sum(0), dt.sum(0).to(dt_bias.dtype)
+        return gradients(dg, dbeta, *ctx.saved_tensors)
+
+
+def gradients(
+    dg: torch.Tensor,
+    dbeta: torch.Tensor,
+    a: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of a, b, A_log and dt_bias: fp32, one rounding to each operand's dtype."""
+    slope = torch.sigmoid(a.float() + dt_bias.float())
+    dt = -dg * A_log.exp() * slope
+    db = dbeta * beta * (1 - beta)
+    return dt.to(a.dtype), db.to(a.dtype), (dg * g).sum(0), dt.sum(0).to(dt_bias.dtype)
 
 
 def gate(
@@ -37,8 +49,12 @@ def gate(
     beta = sigmoid32(b). An element sees only its own token and head.
 
     Differentiable in all four (backward in fp32). Refuses other dtypes (SB0420) and shapes
-    (SB0421).
+    (SB0421). CUDA tensors: `sm90.gate`, the same operations.
     """
+    if a.is_cuda:
+        from samebits.ops.gdn_gate import sm90
+
+        return sm90.gate(a, b, A_log, dt_bias)
     for name, x in (("a", a), ("b", b), ("dt_bias", dt_bias)):
         require_dtype(name, x, torch.bfloat16)
     require_dtype("A_log", A_log, torch.float32)

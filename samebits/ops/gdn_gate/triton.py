@@ -1,7 +1,4 @@
-"""Log decay and write strength on Hopper: the operations of `reference.py`, so the CPU's bits.
-
-No bit is claimed yet: no gate on a chip has admitted the kernel.
-"""
+"""Log decay and write strength on Hopper: the operations of `reference.py`, so the CPU's bits."""
 
 from __future__ import annotations
 
@@ -25,7 +22,8 @@ def _kernel(
     a = tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32)
     rate = exp32(tl.load(A_log_ptr + head))
-    g = -rate * softplus32(a + tl.load(dt_bias_ptr + head).to(tl.float32))
+    # A product by -1 changes the sign alone; Triton's unary minus is 0 - x.
+    g = (rate * -1.0) * softplus32(a + tl.load(dt_bias_ptr + head).to(tl.float32))
     tl.store(g_ptr + at, g, mask=inside)
     tl.store(beta_ptr + at, sigmoid32(b), mask=inside)
 

@@ -23,11 +23,14 @@ class _L2Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, r = ctx.saved_tensors
-        r = r.reshape(*x.shape[:-1], 1)
-        hat, grad = x.float() * r, grad.float()
-        dx = (grad - hat * (grad * hat).sum(-1, keepdim=True)) * r
-        return dx.to(x.dtype), None
+        return gradient(grad, *ctx.saved_tensors), None
+
+
+def gradient(grad: torch.Tensor, x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    """Gradient of x: fp32, one rounding; r [rows] fp32 is 1 / norm."""
+    r = r.reshape(*x.shape[:-1], 1)
+    hat, grad = x.float() * r, grad.float()
+    return ((grad - hat * (grad * hat).sum(-1, keepdim=True)) * r).to(x.dtype)
 
 
 def l2_norm(x: torch.Tensor, eps: float = EPS, *, wide: bool = False) -> torch.Tensor:
@@ -40,8 +43,12 @@ def l2_norm(x: torch.Tensor, eps: float = EPS, *, wide: bool = False) -> torch.T
     A row sees only itself.
 
     Differentiable (backward in fp32). Refuses other dtypes (SB0420) and rows without elements
-    (SB0421).
+    (SB0421). CUDA tensors: `sm90.l2_norm`, whose sums have another order.
     """
+    if x.is_cuda:
+        from samebits.ops.l2_norm import sm90
+
+        return sm90.l2_norm(x, eps, wide=wide)
     require_dtype("x", x, torch.float32 if wide else torch.bfloat16)
     n = x.shape[-1] if x.dim() else 0
     require_shape("x", x, n > 0, "[..., n]")

@@ -20,9 +20,15 @@ class _OutputGate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, gate = ctx.saved_tensors
-        s, grad = torch.sigmoid(gate.float()), grad.float()
-        return (grad * s).to(x.dtype), (grad * x.float() * s * (1 - s)).to(gate.dtype)
+        return gradients(grad, *ctx.saved_tensors)
+
+
+def gradients(
+    grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x and gate: fp32, one rounding."""
+    s, grad = torch.sigmoid(gate.float()), grad.float()
+    return (grad * s).to(x.dtype), (grad * x.float() * s * (1 - s)).to(gate.dtype)
 
 
 def output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -32,8 +38,12 @@ def output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     its own pair.
 
     Differentiable in both (backward in fp32, one rounding to bf16). Refuses other dtypes (SB0420)
-    and shapes (SB0421).
+    and shapes (SB0421). CUDA tensors: `sm90.output_gate`, the same operations.
     """
+    if x.is_cuda:
+        from samebits.ops.output_gate import sm90
+
+        return sm90.output_gate(x, gate)
     require_dtype("x", x, torch.bfloat16)
     require_dtype("gate", gate, torch.bfloat16)
     require_shape("x", x, x.dim() > 0 and x.shape[-1] > 0, "[..., N]")
