@@ -21,6 +21,7 @@ from samebits.ops.attention import triton as attention
 from samebits.ops.gemm import admission_sm90 as admission
 from samebits.ops.gemm import triton as gemm
 from samebits.ops.logprob import triton as logprob
+from samebits.ops.output_gate import triton as output_gate
 from samebits.ops.rms_norm import triton as rms_norm
 from samebits.ops.rotary import triton as rotary
 from samebits.ops.silu_mul import triton as silu_mul
@@ -75,7 +76,7 @@ def products() -> Errors:
 
 
 def rows() -> Errors:
-    """Norms, rotary (there and back) and the activation."""
+    """Norms, rotary (there and back), the activation and the gate."""
     torch.manual_seed(3)
     x, weight = torch.randn(5, 40), torch.randn(40)
     normed = x.double() / (x.double().square().mean(1, keepdim=True) + 1e-3).sqrt()
@@ -95,6 +96,8 @@ def rows() -> Errors:
     gate, up = torch.randn(3, 9).double(), torch.randn(3, 9).double()
     y = silu_mul.silu_mul(torch.cat([gate, up], 1).float())
     found["silu_mul"] = error(y, torch.nn.functional.silu(gate) * up)
+    y = output_gate.output_gate(up.float(), gate.float())
+    found["output gate"] = error(y, up * gate.sigmoid())
     return found
 
 

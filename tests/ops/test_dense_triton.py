@@ -21,13 +21,14 @@ from samebits.ops.gemm import admission_sm90 as admission
 from samebits.ops.gemm import kernels_sm90
 from samebits.ops.gemm import triton as gemm
 from samebits.ops.logprob import triton as logprob
+from samebits.ops.output_gate import triton as output_gate
 from samebits.ops.rms_norm import triton as rms_norm
 from samebits.ops.rotary import triton as rotary
 from samebits.ops.silu_mul import triton as silu_mul
 from samebits.plan import ReductionPlan
 
 # What of `dense_interpreted.py` has to be there, and how large its errors may be: fp32 sums.
-COUNTS = {"products": 24, "rows": 5, "log_probabilities": 14, "digests": 2, "attended": 3}
+COUNTS = {"products": 24, "rows": 6, "log_probabilities": 14, "digests": 2, "attended": 3}
 TOLERANCE = 3e-6
 SHARED = 227 << 10  # bytes of shared memory that a block of sm90 can have
 
@@ -61,7 +62,7 @@ def integers(*values: int) -> torch.Tensor:
 
 def launches(size: int):
     """(kernel, arguments) of the launches of a small dense model with heads of `size`."""
-    modules = (rms_norm, rotary, silu_mul, attention, logprob)
+    modules = (rms_norm, rotary, silu_mul, attention, logprob, output_gate)
     with compiled_sm90.recorded(*modules) as recorders:
         for centred in (False, True):
             rms_norm.rms_norm(bf16(3, 576), bf16(576), 1e-5, centred)
@@ -70,6 +71,7 @@ def launches(size: int):
             at = torch.zeros(3, dtype=torch.int64)
             rotary.apply(bf16(3, 9, size), at, torch.zeros(8, size), inverse)
         silu_mul.silu_mul(bf16(3, 3072))
+        output_gate.output_gate(bf16(3, 576), bf16(3, 576))
         q, k = bf16(40, 9, size), bf16(40, 3, size)
         attention.varlen(q, k, k, integers(0, 40), 40, 0.1)
         pages = bf16(4, 16, 3, size)
@@ -101,6 +103,7 @@ def test_every_kernel_of_rows_compiles_for_sm90(no_gpu, size):
         "rms_norm.triton._kernel",
         "rotary.triton._kernel",
         "silu_mul.triton._kernel",
+        "output_gate.triton._kernel",
         "attention.triton._rows",
         "attention.triton._partitions",
         "attention.triton._finish",

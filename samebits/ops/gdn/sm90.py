@@ -108,7 +108,7 @@ def _of_rows(
 def _probe() -> int:
     # Two sequences, one across two boundaries, cut inside a chunk; two value heads a key head.
     # Whole, and the last rows one by one.
-    tokens, key_heads, heads, size = 2 * CHUNK + 9, 1, 2, 32
+    tokens, key_heads, heads, size = 2 * CHUNK + 9, 1, 2, 128
     q, k = (samples.bf16((tokens, key_heads, size), seed, -5, -1).cuda() for seed in (1, 2))
     v = samples.bf16((tokens, heads, size), 3, -3, 3).cuda()
     g = -samples.fp32((tokens, heads), 4, -9, 1).abs().cuda()
@@ -158,8 +158,12 @@ registry.register(
             "samebits.ops.gdn.cpu",  # the lengths of a chunk and of a block
             "samebits.ops.gdn.tiles_sm90",
             "samebits.ops.gdn.triton",
+            "samebits.ops.gdn.triton_parts",
+            "samebits.ops.gdn.triton_inverse",
+            "samebits.ops.gdn.triton_scan",
             "samebits.ops.gdn.triton_chunk",
             "samebits.ops.gdn.triton_decode",
+            "samebits.ops.gdn.triton_decode_cpr",
             "samebits.ops.gdn.sm90",
         ),
         probe=_probe,
