@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         gpu.prepare(0)
         if options.only in PUBLIC:
-            return gpu_public.main(PUBLIC[options.only])
+            return gpu_public.report(gpu_public.isolated(PUBLIC[options.only]))
         for gates, _ in areas:
             for line in gates():
                 print(line, flush=True)

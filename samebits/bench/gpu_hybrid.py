@@ -82,6 +82,7 @@ def check_elements(area: Area) -> None:
         truth = gradients_of(exact, *(t.double() for t in operands))
         for i, (one, true) in enumerate(zip(grads, truth, strict=True)):
             area.close(f"d{i} {name}", one, true)
+    area.served("gdn.l2_norm", "gdn.gate", "norm.gated", "attention.gate")
 
 
 def check_conv(area: Area) -> None:
@@ -119,6 +120,7 @@ def check_conv(area: Area) -> None:
         "xw", found, gradients_of(convolved, x.double(), w.double()), strict=True
     ):
         area.close(f"d{name} conv", a, b)
+    area.served("gdn.conv")
 
 
 def _advance(rows, state, count, context, scale, schedule, slots=None, starts=None):
@@ -191,6 +193,7 @@ def check_gdn(area: Area) -> None:
     wanted = gradients_of(recurrence, *(x.double() for x in rows))
     for name, a, b in zip(("q", "k", "v", "g", "beta"), found, wanted, strict=True):
         area.close(f"d{name} gdn", a, b)
+    area.served("gdn.core")
 
 
 def check_wide_attention(area: Area) -> None:

@@ -1,16 +1,22 @@
 """`python -m samebits.bench.gpu --only public`: every public function of a dense model, on a GPU.
 
 Bits: against the law or the CPU where they promise the same, in any batch, slice and graph. No
-bits: gradients, against float64. An area that fails does not keep the others from running; the last
-lines are a table, one row for each area.
+bits: gradients, against float64. Areas run side by side in processes of their own, so that one that
+fails, or breaks the GPU's context, does not keep the others from running. The last lines are a
+table.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import json
+import os
+import subprocess
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -58,6 +64,7 @@ class Area:
 
     def __init__(self, name: str) -> None:
         self.name, self.checks, self.elements = name, 0, 0
+        self.seconds = 0.0
         self.wrong: list[str] = []
         self.notes: list[str] = []
 
@@ -88,6 +95,12 @@ class Area:
         self.checks += 1
         if not holds:
             self.wrong.append(what)
+
+    def served(self, *regions: str) -> None:
+        """This process computed each of `regions`."""
+        counts = registry.served()
+        missing = [region for region in regions if not counts.get(region)]
+        self.true(f"not served: {', '.join(missing)}", not missing)
 
     def refuses(self, error_id: str, call: Callable[[], object]) -> None:
         """`call` is refused with this id."""
@@ -428,6 +441,7 @@ def check_graphs(area: Area) -> None:
         whole, table = table, table[one].clone()
         area.same("a row alone", layer(*rows), eager[one])
         table = whole
+    area.served(*registry.DENSE)
 
 
 def check_probes(area: Area) -> None:
@@ -436,10 +450,8 @@ def check_probes(area: Area) -> None:
 
 
 def probe(area: Area, regions: tuple[str, ...]) -> None:
-    """Probes of `regions`, which must have been served before."""
-    counts, installed = registry.served(), registry.implementations("sm90")
-    missing = [region for region in regions if not counts.get(region)]
-    area.true(f"not served: {', '.join(missing)}", not missing)
+    """Probes of `regions`."""
+    installed = registry.implementations("sm90")
     for region in regions:
         answer = hex_digest(installed[region].probe())
         area.notes.append(f"{region} {answer[:16]}")
@@ -459,31 +471,59 @@ AREAS: tuple[Check, ...] = (
 )
 
 
-def run(checks: Sequence[Check]) -> Iterator[Area]:
-    """Every area, whatever the others do."""
-    for check in checks:
+def run(check: Check) -> Area:
+    """One area in this process; what it raises is counted as wrong."""
+    area = Area(check.__name__.removeprefix("check_"))
+    started = time.perf_counter()
+    try:
+        check(area)
+        torch.cuda.synchronize()
+    except Exception:
+        area.wrong.append(traceback.format_exc(limit=-6))
+    area.seconds = time.perf_counter() - started
+    return area
+
+
+def isolated(checks: Sequence[Check], limit: float = 300.0) -> Iterator[Area]:
+    """Every area in a process of its own, side by side: a fault of the GPU ends one of them."""
+    started = [(check, _start(check)) for check in checks]
+    stop = time.monotonic() + limit
+    for check, process in started:
         area = Area(check.__name__.removeprefix("check_"))
-        started = time.perf_counter()
         try:
-            check(area)
-            torch.cuda.synchronize()
-        except Exception:
-            area.wrong.append(traceback.format_exc(limit=-6))
-        area.notes.append(f"{time.perf_counter() - started:.1f} s")
+            out, error = process.communicate(timeout=max(1.0, stop - time.monotonic()))
+            vars(area).update(json.loads(out.splitlines()[-1]))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            area.wrong.append(f"not done in {limit:.0f} s: {process.communicate()[1][-2000:]}")
+        except (IndexError, ValueError):
+            area.wrong.append(f"ended with code {process.returncode}: {error[-2000:]}")
         yield area
 
 
-def main(checks: Sequence[Check] = AREAS) -> int:
-    """Exit code 0 where nothing differs, else 1."""
-    areas = []
-    for area in run(checks):
-        areas.append(area)
+def _start(check: Check) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", __name__, f"{check.__module__}:{check.__name__}"]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=os.getcwd()
+    )
+
+
+def report(areas: Iterable[Area]) -> int:
+    """Print what every area found, then the table; 0 where nothing differs, else 1."""
+    done = []
+    for area in areas:
+        done.append(area)
         for line in (*area.wrong, "; ".join(area.notes)):
             print(f"{area.name}: {line}", flush=True)
-    for area in areas:
+    for area in done:
         state = "ok" if area.checks and not area.wrong else f"{len(area.wrong)} WRONG"
         print(
-            f"{area.name:10} {area.checks:5} checks {area.elements:13} elements "
-            f"{area.notes[-1]:>8}  {state}"
+            f"{area.name:14} {area.checks:5} checks {area.elements:13} elements "
+            f"{area.seconds:6.1f} s  {state}"
         )
-    return int(any(area.wrong or not area.checks for area in areas))
+    return int(any(area.wrong or not area.checks for area in done))
+
+
+if __name__ == "__main__":
+    module, name = sys.argv[1].split(":")
+    print(json.dumps(vars(run(getattr(importlib.import_module(module), name)))))

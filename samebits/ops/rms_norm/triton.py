@@ -15,7 +15,7 @@ LONGEST = 16384
 ELEMENTS = 2048  # at least, in one block; moves no bit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # a captured batch must not need a kernel of its own
 def _kernel(
     x_ptr,
     residual_ptr,

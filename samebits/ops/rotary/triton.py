@@ -21,7 +21,7 @@ def turn(x1, x2, c, s):
     return tl.fma(x1, c, (x2 * s) * -1.0), tl.fma(x2, c, x1 * s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # a captured batch must not need a kernel of its own
 def _kernel(
     x_ptr,
     position_ptr,
