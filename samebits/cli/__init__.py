@@ -36,7 +36,7 @@ VERBS = {
     "bundle": ("bundle", "Pack the stack for hosts without a network."),
     "contract": ("contract", "Build, show, compare and admit a case's contract."),
     "prove": ("prove", "Run the gates of a case and write its evidence."),
-    "trace": ("trace", "List what both engines run, by region, and what no region holds."),
+    "trace": ("trace", "List what both engines run, by region, and what none holds."),
     "reproduce": ("reproduce", "Run a recorded case again and state what came out."),
     "verify": ("evidence", "Recompute the verdict of recorded evidence."),
     "rl": ("rl", "Run a short RL loop and count differing log-probabilities."),

@@ -140,7 +140,8 @@ def test_a_read_only_checkout_stops_a_run_before_its_work(folder, monkeypatch, c
         raise OSError(errno.EROFS, "Read-only file system", "build")
 
     monkeypatch.setattr("samebits.patching.workspace.Path.mkdir", refuse)
-    monkeypatch.setattr("samebits.recipe.load", lambda case: type("R", (), {"case": case}))
+    fields = {"gdn_schedule": None, "engine": {"max_model_len": 512}}
+    monkeypatch.setattr("samebits.recipe.load", lambda case: type("R", (), {"case": case} | fields))
     for verb in ("prove", "rl"):
         assert cli.run([verb, "qwen3-tiny"]) == 2
         assert "SB0123" in capsys.readouterr().err

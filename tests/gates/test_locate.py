@@ -98,6 +98,7 @@ class _FakeRun:
 
     class recipe:
         case = "toy"
+        platform = "cpu"
         engine: ClassVar[dict[str, int]] = {"max_model_len": 16}
 
     model = None
@@ -213,6 +214,13 @@ def test_a_trace_that_cannot_be_read_does_not_hide_the_difference(run, monkeypat
     monkeypatch.setitem(arms._MAKERS, "decode", lambda subject: {"decode": GOOD})
     (report,) = locate.reports(run, [_record("A", "decode-alone/decode-mixed")])
     assert "no row of the sequence" in str(report.note) and report.position == 3
+
+
+def test_a_gpu_computes_a_difference_again_on_request_only(run, monkeypatch, computed):
+    monkeypatch.setattr(run.recipe, "platform", "sm90")
+    (report,) = locate.reports(run, [_record("C", "trainer-padded/prefill")])
+    assert computed.started == [] and "not traced" in str(report.note)
+    assert report.command == "samebits prove toy --locate 0 --pair trainer-padded/prefill"
 
 
 def test_a_sequence_that_is_not_in_a_batch_has_no_arm_there(run, monkeypatch):
