@@ -7,7 +7,7 @@ CASE ?= smollm2-135m
 CASES := $(patsubst cases/%/contract.json,%,$(wildcard cases/*/contract.json))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-faults test-upstream check prove verify clean
+.PHONY: help setup gpu bundle demo test test-slow test-faults test-upstream check prove verify clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,6 +15,12 @@ help: ## list the targets
 
 setup: ## virtual environment, pinned upstreams fetched and patched (figures: README.md)
 	@PYTHON=$(PYTHON) VENV=$(VENV) scripts/setup.sh
+
+gpu: ## as setup, for a host with a Hopper GPU: vLLM's compiled extensions from its wheel, torch 2.11
+	@GPU=1 PYTHON=$(PYTHON) VENV=$(VENV) scripts/setup.sh
+
+bundle: setup ## pack everything for a GPU host without a network, in parts, into build/bundle
+	@$(BIN)/samebits bundle pack
 
 demo: setup ## prove the case smollm2-135m end to end on this CPU
 	@$(BIN)/samebits prove $(CASE)

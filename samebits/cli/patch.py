@@ -13,8 +13,8 @@ from samebits.cli.output import show_rows
 from samebits.errors import Refused, SamebitsError, shown, word
 from samebits.patching import branches as branching
 from samebits.patching import check as checking
+from samebits.patching import compiled, pins, trees
 from samebits.patching import export as exporting
-from samebits.patching import pins, trees
 from samebits.patching.series import Series
 from samebits.patching.workspace import Workspace
 
@@ -96,6 +96,12 @@ def apply(
     clean: Annotated[
         bool, typer.Option("--clean", help="Build anew; an edited tree is moved aside first.")
     ] = False,
+    extensions: Annotated[
+        bool,
+        typer.Option(
+            "--compiled", help="Place the compiled extensions of the release's wheel in them."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Build the patched trees and print their paths.
@@ -121,6 +127,8 @@ def apply(
             continue
         for name in model or Series(workspace, pin.name).models:
             folder = trees.build(workspace, pin, name, given=source, checkout=checkout, clean=clean)
+            if extensions:
+                compiled.place(workspace, pin.name, folder)
             rows.append({"upstream": pin.name, "model": name, "path": str(folder)})
     show_rows(
         rows,

@@ -6,6 +6,7 @@ here: the files are those of the release, whole or with the GPU code of one chip
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import zipfile
 from dataclasses import dataclass
@@ -130,9 +131,18 @@ def extract(
     return written
 
 
-def _check_content(path: str, content: bytes, required: str) -> None:
-    import hashlib
+def place(workspace: Workspace, upstream: str, folder: Path) -> None:
+    """Put every extension of the pinned wheel, as released, into a patched tree.
 
+    An upstream without a wheel in `patches/compiled.yaml` has none. Files that are there are kept.
+    """
+    wheel = load(workspace.patches).get(upstream)
+    if wheel is None or verified(workspace.patches, upstream, folder) == set(wheel.files):
+        return
+    extract(workspace, wheel, list(wheel.groups), None, folder)
+
+
+def _check_content(path: str, content: bytes, required: str) -> None:
     seen = hashlib.sha256(content).hexdigest()
     if seen != required:
         raise Refused(
