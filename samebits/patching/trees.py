@@ -327,7 +327,11 @@ def verify(upstream: str, model: str, folder: Path) -> None:
     if not (folder / ".git").exists() and sparse.listing_path(folder).exists():
         if problem := sparse.problem(folder, git.BY_PRODUCTS, also=extensions):
             raise Refused(
-                "SB0114", seen=f"{shown(folder)}: {problem}", required=required, hint=hint
+                "SB0114",
+                seen=f"{shown(folder)}: {problem}",
+                required=required,
+                # in the folder of the bundle that the tree came from
+                hint=f"python3 install.py --into {word(folder.parents[3])}",
             )
         return
     try:
