@@ -68,7 +68,7 @@ class RolloutSettings:
     kv_blocks: int = 256
     block_size: int = 16
     prefix_caching: bool = True
-    cuda_graphs: bool = False
+    cuda_graphs: int = 0
     seed: int = 0
     arithmetic: str = "aligned"
     fault: str | None = None
@@ -84,7 +84,9 @@ class RolloutSettings:
             "contract": recipe.contract_path,
             "platform": recipe.platform,
         }
-        return cls(model=model, **{**values, **recipe.engine, **changes})
+        # A recording sees no operator of a replay: what it traces runs step by step.
+        eager = {"cuda_graphs": 0} if changes.get("trace") else {}
+        return cls(model=model, **{**values, **recipe.engine, **eager, **changes})
 
     def environment(self) -> dict[str, str]:
         """Variables of the engine's processes: the caller's, without any that could reach in."""

@@ -27,13 +27,13 @@ _LIMITS = (
 )
 _LIMITS_OF = {
     "cpu": "CPU arithmetic: kernels for GPUs are not part of this statement.",
-    "sm90": "One GPU of compute capability 9.0, eager: CUDA graphs and torch.compile are not part "
-    "of this statement.",
+    "sm90": "One GPU of compute capability 9.0; the rollout replays decode steps from CUDA graphs. "
+    "torch.compile is not part of this statement.",
 }
 _NOT_COVERED = ("sequence, pipeline, context and expert parallelism",)
 _NOT_COVERED_OF = {
     "cpu": ("CUDA",),
-    "sm90": ("several GPUs", "CUDA graphs"),
+    "sm90": ("several GPUs", "torch.compile"),
 }
 # More platforms than this are not combined to find the contract that a run was bound to.
 _PLATFORMS = 8

@@ -501,6 +501,11 @@ def _leg_a(book: _Book, done: Mapping[str, Stage]) -> None:
     )
 
 
+def _graphs(fired: Mapping[str, Any]) -> dict[str, int]:
+    """Steps that an engine on a GPU replayed; nothing where there are no graphs to replay."""
+    return {rows.GRAPHS: fired["graph_replays"]} if "graph_replays" in fired else {}
+
+
 def _leg_b(book: _Book, done: Mapping[str, Stage]) -> None:
     fired = done["rollout_stress"].facts["hazards"]
     twins = _twins(done)
@@ -516,6 +521,7 @@ def _leg_b(book: _Book, done: Mapping[str, Stage]) -> None:
             "one_token_prompt": fired["one_token_prompts"],
             "exact_block_prompt": fired["exact_block_prompts"],
             "same_prompt_two_seeds": twins,
+            **_graphs(fired),
         },
         control=_self_control(done, "decode", "batch"),
     )
@@ -551,6 +557,7 @@ def _leg_b_of_states(book: _Book, done: Mapping[str, Stage]) -> None:
             "preempted": fired.get("resumed", 0),
             "one_token_prompt": fired["one_token_prompts"],
             "same_prompt_two_seeds": _twins(done),
+            **_graphs(fired),
         },
         control=_self_control(done, "decode", "batch"),
     )

@@ -29,7 +29,7 @@ def row(leg: str, name: str, recipe: recipes.Recipe, **changes) -> dict:
         "mismatches": 0,
         "max_abs": 0.0,
         "streams": ("a" * 64, "a" * 64),
-        "hazards": dict.fromkeys(written.of(leg, name).hazards, 2),
+        "hazards": dict.fromkeys(written.hazards(leg, name, recipe.platform), 2),
         "control": None,
         "command": required.command(recipe.case, " --record"),
     }

@@ -87,3 +87,12 @@ def test_it_stands_on_the_hooks_of_the_gpu(verified):
     (hooks,) = (s for s in verified().statement.predicate["sources"] if s["name"] == "hooks/vllm")
     assert any(".cuda" in name for name in hooks["modules"])
     assert not any(".cpu_" in name for name in hooks["modules"])
+
+
+def test_decode_without_replayed_steps_is_refused(verified, gpu_case, make_rows):
+    rows = make_rows(gpu_case)
+    (decode,) = (row for row in rows if row["name"] == "decode/prefill")
+    del decode["hazards"]["graph_replay"]
+    with pytest.raises(Refused, match="SB0813") as caught:
+        verified(comparisons=rows)
+    assert "counts of graph_replay" in caught.value.seen

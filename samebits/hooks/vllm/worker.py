@@ -98,10 +98,14 @@ class Hooked(Extension, WorkerBase):
     @_reply
     def samebits_hazards(self, reset: bool = False) -> dict:
         """Counters of `hazards.Hazards.report`; `reset` zeroes them afterwards."""
-        report = self.hazards.report()
+        report = self.hazards.report() | self.replays(reset)
         if reset:
             self.hazards.reset()
         return report
+
+    def replays(self, reset: bool) -> dict[str, int]:
+        """Counter of replayed steps, where a worker can replay any; `reset` zeroes it."""
+        return {}
 
     def new_runner(self) -> Any:
         """The model runner that takes the place of vLLM's own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
@@ -17,14 +18,19 @@ class CudaModelRunner(Observing):
     """vLLM's GPU runner; observes, computes nothing of its own."""
 
     model: Any
+    graph_replays = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's own; a model that is captured counts the rows of its replays."""
+        """vLLM's own; a model that is captured counts its replays and their rows."""
         super().load_model(*args, **kwargs)
         if type(self.model) is CUDAGraphWrapper:
             self.model = CountedGraphs(
                 self.model.unwrap(), self.vllm_config, runtime_mode=CUDAGraphMode.FULL
             )
+            self.model.replayed = self._replayed
+
+    def _replayed(self) -> None:
+        self.graph_replays += 1
 
 
 class CountedGraphs(CUDAGraphWrapper):
@@ -32,6 +38,8 @@ class CountedGraphs(CUDAGraphWrapper):
 
     They include rows that pad a step to the size of its graph: the region computed them.
     """
+
+    replayed: Callable[[], None]  # called at every replay
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,6 +55,7 @@ class CountedGraphs(CUDAGraphWrapper):
         before = Counter(registry.served())
         output = super().__call__(*args, **kwargs)
         if replayed:
+            self.replayed()
             for region, rows in self._rows[key].items():
                 registry.count_served(region, rows)
         else:

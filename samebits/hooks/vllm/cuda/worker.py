@@ -23,6 +23,13 @@ class CudaWorker(Hooked, Worker):
         """A runner that can digest logit rows."""
         return CudaModelRunner(self.vllm_config, self.device)
 
+    def replays(self, reset: bool) -> dict[str, int]:
+        """`graph_replays`: steps that were replayed from a captured graph."""
+        found = self.model_runner.graph_replays
+        if reset:
+            self.model_runner.graph_replays = 0
+        return {"graph_replays": found}
+
     @wire.reporting()
     def load_model(self, **kwargs) -> None:
         """As `Hooked.load_model`; then every matrix product's shape is admitted by its bit test.
