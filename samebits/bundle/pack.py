@@ -20,7 +20,8 @@ from samebits.patching import compiled, git, pins, sparse, trees
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
 
-REQUIRED = ("project",)
+PROJECT = "project"
+REQUIRED = (PROJECT, "core")  # commands of the project import packages of the other
 MIB = 1 << 20
 # Folders of the checkout that commands, cases and tests read, and files beside them.
 FOLDERS = ("samebits", "patches", "cases", "tests", "scripts")
@@ -104,7 +105,7 @@ def _names(workspace: Workspace, cases: list[Recipe], only: tuple[str, ...] | No
     extensions = [g for w in compiled.load(workspace.patches).values() for g in w.groups]
     locked = list(wheels.read_lock(workspace))
     models = list(_carried(cases))
-    known = [*REQUIRED, *locked[:1], *extensions, *models, *locked[1:]]
+    known = [PROJECT, *locked[:1], *extensions, *models, *locked[1:]]
     if only is None:
         return known
     for name in only:
@@ -122,7 +123,7 @@ def _content(
     workspace: Workspace, options: Options, name: str, cases: list[Recipe]
 ) -> tuple[list[File], bool, dict[str, Any]]:
     """Files of one group, whether to compress them, and its fields of the manifest."""
-    if name == "project":
+    if name == PROJECT:
         return _project(workspace, cases)
     if name.startswith("model:"):
         return _model(workspace, _carried(cases)[name])
