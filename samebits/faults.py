@@ -19,15 +19,20 @@ from samebits.plan import ReductionPlan
 ELSEWHERE = ("rank_order_sum",)
 
 
+# Rows up to which `k_cut_by_rows` leaves a product whole. On a GPU a step of a control holds
+# thousands of rows and a sequence alone some hundreds, so that one row would not tell them apart.
+_WHOLE_ROWS = {"cpu": 1, "sm90": 128}
+
+
 def _k_cut_by_rows() -> None:
-    """A column-parallel product cuts K in two when it has more than one row (legs A, B, C, F)."""
+    """A column-parallel product cuts K in two when it has many rows (legs A, B, C, F)."""
     from samebits.ops import gemm
 
-    whole = gemm.linear
+    whole, most = gemm.linear, _WHOLE_ROWS[runtime.platform()]
 
     @functools.wraps(whole)
     def linear(x, w, bias=None):
-        if x.numel() == x.shape[-1]:
+        if x.numel() <= most * x.shape[-1]:
             return whole(x, w, bias)
         return gemm.row_parallel(x, w, ReductionPlan(2))
 

@@ -214,12 +214,18 @@ def rollout_plain(
     )
 
 
+def _spread(requests: Sequence[capsule.Request]) -> list[capsule.Request]:
+    """As many requests as a control decodes, real prompts and drawn ones of all lengths."""
+    step = max(1, len(requests) // _DECODED)
+    return list(requests[::step][:_DECODED])
+
+
 def rollout_control(
     run: Run, requests: Sequence[capsule.Request], *, arithmetic: str, fault: str | None = None
 ) -> Stage:
     """A control arm: its own decode, then its own prefill in a batch and alone.
 
-    Requests after the first few are prefilled in a batch only: they are there for their number.
+    All but a few requests are prefilled in a batch only: they are there for their number.
     """
     settings = _settings(
         run,
@@ -230,10 +236,10 @@ def rollout_control(
         prefix_caching=False,
     )
     with RolloutEngine(settings) as engine:
-        few = requests[:_DECODED]
+        few = _spread(requests)
         completions = engine.generate(workload.to_engine(few))
         whole = workload.sequences(few, completions)
-        whole += [list(request.prompt) for request in requests[_DECODED:]]
+        whole += [list(request.prompt) for request in requests if request not in few]
         engine.row_digests(True)
         batch = engine.score(whole)
         digests = engine.row_digests(False)
