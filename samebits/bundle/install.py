@@ -437,7 +437,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Problem as problem:
         print(problem, file=sys.stderr)
         return problem.code
-    print(f"cd {shlex.quote(str(into / 'samebits'))} && ../venv/bin/samebits case list")
+    if not options.check:
+        print(f"cd {shlex.quote(str(into / 'samebits'))} && ../venv/bin/samebits case list")
     return 0
 
 

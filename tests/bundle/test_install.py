@@ -253,6 +253,8 @@ def test_a_package_that_cannot_be_imported_is_told_by_its_last_words(bundle, int
 def test_the_command_line_ends_with_what_to_run(bundle, into, monkeypatch, capsys):
     monkeypatch.setattr(install, "seen_host", lambda: HOST)
     monkeypatch.setattr(install, "__file__", str(bundle / "install.py"))
+    assert install.main(["--into", str(into), "--check"]) == 0
+    assert capsys.readouterr().out == "" and not into.exists()
     assert install.main(["--into", str(into)]) == 0
     assert capsys.readouterr().out.startswith(f"cd {into / 'samebits'} && ../venv/bin/samebits")
     (bundle / "manifest.json").unlink()
