@@ -273,8 +273,8 @@ def unpack(
 ) -> None:
     """Unpack one group over an older version of it.
 
-    A file that is no longer what the older version wrote is moved aside to `NAME.changed-N`; a
-    file that only the older version had is removed.
+    A file that is no longer what the older version wrote is moved below `DIR/changed-N`; one that
+    only the older version had is removed.
     """
     before = old.get("files", {})
     for path, content, mode in members(folder, entry):
@@ -285,7 +285,7 @@ def unpack(
                 place.chmod(mode)
                 continue
             if present != before[path][1]:
-                say(f"moved the changed {place} to {move_aside(place)}")
+                say(f"moved the changed {place} to {move_aside(into, path, place)}")
         place.parent.mkdir(parents=True, exist_ok=True)
         if path.startswith("scripts/") and content.startswith(b"#!python"):
             rest = content.partition(b"\n")[2]
@@ -299,12 +299,13 @@ def unpack(
             place.unlink()
 
 
-def move_aside(path: Path) -> Path:
-    """Rename a file to the first free `NAME.changed-N`."""
+def move_aside(into: Path, path: str, place: Path) -> Path:
+    """Move a file to the first `DIR/changed-N` that has none of its path; a tree keeps no trace."""
     number = 1
-    while (aside := path.with_name(f"{path.name}.changed-{number}")).exists():
+    while (aside := into / f"changed-{number}" / path).exists():
         number += 1
-    return path.rename(aside)
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    return place.rename(aside)
 
 
 # --- the environment ------------------------------------------------------------------------

@@ -218,7 +218,11 @@ def test_a_changed_file_is_moved_aside_and_unpacked_again(bundle, into, capsys):
     (into / "samebits/hello.txt").write_text("edited\n")
     run(bundle, into)
     assert (into / "samebits/hello.txt").read_bytes() == b"hello\n"
-    assert (into / "samebits/hello.txt.changed-1").read_text() == "edited\n"
+    assert (into / "changed-1/samebits/hello.txt").read_text() == "edited\n"
+    (into / "samebits/hello.txt").write_text("again\n")
+    run(bundle, into)
+    assert (into / "changed-2/samebits/hello.txt").read_text() == "again\n"
+    assert [path.name for path in (into / "samebits").glob("hello*")] == ["hello.txt"]
     assert "hello.txt" in capsys.readouterr().err
 
 
@@ -240,7 +244,8 @@ def test_a_newer_bundle_replaces_and_removes_what_the_older_one_wrote(bundle, in
     assert not (into / "samebits/hello.txt").exists()
     cases = into / "samebits/cases/toy"
     assert (cases / "evidence.json").read_text() == "{2}\n"
-    assert (cases / "evidence.json.changed-1").read_text() == "proved\n"
+    kept = into / "changed-1/samebits/cases/toy/evidence.json"
+    assert kept.read_text() == "proved\n"
     assert (into / "samebits/build/big.bin").stat().st_ino == big  # its group is the same
 
 
