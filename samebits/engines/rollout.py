@@ -115,7 +115,8 @@ class RolloutSettings:
             "HF_HUB_OFFLINE": "1",
         }
         if self.platform == "cpu":
-            own["CUDA_VISIBLE_DEVICES"] = ""  # else vLLM takes a GPU that it sees
+            # Else vLLM takes a GPU that it sees. Empty, it would expect one to appear.
+            own["CUDA_VISIBLE_DEVICES"] = "-1"
         if self.fault:
             own["SAMEBITS_FAULT"] = self.fault
         if self.trace:

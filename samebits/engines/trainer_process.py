@@ -44,7 +44,7 @@ _QUIET = {
 }
 # Megatron takes a GPU wherever it sees one. With this setting cuBLAS repeats its gradients.
 _OF_PLATFORM = {
-    "cpu": {"CUDA_VISIBLE_DEVICES": ""},
+    "cpu": {"CUDA_VISIBLE_DEVICES": "-1"},
     "sm90": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
 }
 

@@ -84,7 +84,7 @@ def test_a_host_without_a_gpu_is_refused_before_vllm_chooses(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=settings.environment() | {"CUDA_VISIBLE_DEVICES": ""},
+        env=settings.environment() | {"CUDA_VISIBLE_DEVICES": "-1"},
         capture_output=True,
         text=True,
         timeout=300,
