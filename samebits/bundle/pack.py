@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -49,8 +50,17 @@ class Options:
 
 
 def pack(workspace: Workspace, options: Options) -> dict[str, Any]:
-    """Write the groups of a bundle; returns its manifest. Files are only replaced, never edited."""
+    """Write the groups of a bundle; returns its manifest. Files are only replaced, never edited.
+
+    SB0108 while another process packs into the same folder: a manifest is that of its own parts.
+    """
     options.out.mkdir(parents=True, exist_ok=True)
+    place = hashlib.sha256(str(options.out.resolve()).encode()).hexdigest()[:12]
+    with workspace.lock(f"bundle-{place}", wait_seconds=0):
+        return _pack(workspace, options)
+
+
+def _pack(workspace: Workspace, options: Options) -> dict[str, Any]:
     cases = [recipes.load(case) for case in options.cases]
     upstream = compiled.load(workspace.patches)
     host = {"python": options.python, "machine": "linux-x86_64"}

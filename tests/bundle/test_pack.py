@@ -171,3 +171,18 @@ def test_the_packed_project_runs_from_where_it_is_installed(tmp_path):
     entry = manifest["groups"]["project"]["checks"][0]
     with pytest.raises(install.Problem, match="SB0114"):
         install.run_check(into, entry["label"], entry["code"])
+
+
+def test_one_run_at_a_time_packs_into_a_folder(workspace, tmp_path, monkeypatch):
+    options = pack.Options(tmp_path / "out", pack.MIB, "3.12", None, (), None)
+    asked = []
+
+    def inner(*_):
+        if not asked:
+            asked.append(1)
+            with pytest.raises(Refused, match="SB0108"):
+                pack.pack(workspace, options)
+        return {}
+
+    monkeypatch.setattr(pack, "_pack", inner)
+    assert pack.pack(workspace, options) == {} and asked
