@@ -15,6 +15,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -69,9 +71,10 @@ def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
         if name in constants:
             signature[name] = "constexpr"
             constexprs[(position,)] = value
-        elif isinstance(value, TensorDescriptor):
-            kind = TYPES[value.base.dtype].removeprefix("*")
-            signature[name] = f"tensordesc<{kind}{list(value.block_shape)}>"
+        elif isinstance(value, TensorDescriptor | gluon.TensorDescriptor):
+            kind = TYPES[value.base.dtype].removeprefix("*") + str(list(value.block_shape))
+            layout = f",{value.layout!r}" if kernel.is_gluon() else ""
+            signature[name] = f"tensordesc<{kind}{layout}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
             attrs[(position,)] = [["tt.divisibility", 16]]
@@ -80,5 +83,6 @@ def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
             if type(value) is int and value % 16 == 0:  # as a launch specialises it
                 attrs[(position,)] = [["tt.divisibility", 16]]
     options = {name: arguments[name] for name in OPTIONS if name in arguments}
-    source = ASTSource(kernel, signature, constexprs, attrs)
+    form = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = form(kernel, signature, constexprs, attrs)
     return triton.compile(source, target=TARGET, options=options)

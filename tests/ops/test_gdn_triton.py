@@ -19,6 +19,8 @@ from samebits.ops import gdn, gpu
 from samebits.ops.conv1d import triton as conv1d
 from samebits.ops.gated_rms_norm import triton as gated_rms_norm
 from samebits.ops.gdn import (
+    gluon_decode,
+    gluon_scan,
     triton_backward,
     triton_chunk,
     triton_decode,
@@ -59,8 +61,8 @@ def test_interpreted(errors, check):
 def launches():
     """(kernel, arguments) of every launch on operands of the real head size."""
     modules = (
-        triton_inverse, triton_scan, triton_chunk, triton_decode, triton_decode_cpr,
-        triton_backward, conv1d, l2_norm, gdn_gate, gated_rms_norm,
+        triton_inverse, triton_scan, gluon_scan, triton_chunk, triton_decode,
+        gluon_decode, triton_decode_cpr, triton_backward, conv1d, l2_norm, gdn_gate, gated_rms_norm,
     )  # fmt: skip
     tokens, key_heads, heads, size = 130, 1, 2, 128
     k = torch.zeros(tokens, key_heads, size, dtype=torch.bfloat16)
@@ -102,12 +104,14 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "gdn.triton_inverse._begin",
         "gdn.triton_inverse._lower",
         "gdn.triton_inverse._solve",
-        "gdn.triton_scan._scan",
+        "gdn.triton_scan._odd",
+        "gdn.triton_scan._whole",
+        "gdn.gluon_scan._whole",
         "gdn.triton_chunk._rows",
         "gdn.triton_chunk._recur",
         "gdn.triton_chunk._save",
         "gdn.triton_decode._row",
-        "gdn.triton_decode._state",
+        "gdn.gluon_decode._state",
         "gdn.triton_decode._close",
         "gdn.triton_decode_cpr._recur_row",
         "gdn.triton_backward._reverse",

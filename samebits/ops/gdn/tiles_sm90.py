@@ -25,9 +25,10 @@ class Tile:
 
 BEGIN = Tile(heads=4, warps=1)
 LOWER = Tile(warps=4)
+ODD = Tile(columns=32, warps=4)
 RECUR = Tile(columns=32, warps=4)
 DECODE_ROW = Tile(warps=2, heads=2)
-DECODE_STATE = Tile(columns=64, warps=4)
+DECODE_STATE = Tile(warps=4)
 DECODE_CLOSE = Tile(columns=32, warps=4)
 DECODE_RECUR = Tile(columns=32, warps=4)
 REVERSE = Tile(columns=32, warps=4)
@@ -42,13 +43,20 @@ def solve(heads: int) -> Tile:
     return Tile(warps=2 if heads >= 32 else 1)
 
 
-def scan(chains: int, size: int) -> Tile:
+def whole(chains: int, size: int) -> Tile:
     """For this many pairs of sequence and value head: the narrow tile where each of its programs
     has a processor to itself."""
     narrow = Tile(columns=32, warps=4, stages=3)
     if chains * (size // narrow.fitted(size)) <= PROCESSORS:
         return narrow
     return Tile(columns=64, warps=4, stages=4)
+
+
+def chain(chains: int, size: int) -> Tile:
+    """Of the pass that is written for latency, likewise: more stages where a processor runs one
+    program alone."""
+    alone = chains * (size // 64) <= PROCESSORS
+    return Tile(columns=64, warps=4, stages=3 if alone else 2)
 
 
 def rows(heads: int) -> Tile:

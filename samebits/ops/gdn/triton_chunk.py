@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samebits.ops import gpu
 from samebits.ops.gdn import tiles_sm90 as tiles
@@ -270,24 +269,22 @@ def boundaries(
         HV=heads, CHUNK=CHUNK, BLOCK=BLOCK, OPEN=is_open and not raw,
         num_warps=tiles.solve(heads).warps, **gpu.POLICY,
     )  # fmt: skip
-    tile = tiles.scan(heads * sequences, size)
-    columns = tile.fitted(size)
-    scan._scan[(size // columns, heads, sequences)](
-        blocks(k.flatten(1), CHUNK, key_size), blocks(v.flatten(1), CHUNK, columns),
-        blocks(rows.flatten(2).flatten(0, 1), 1, CHUNK), blocks(t.flatten(0, 2), CHUNK, CHUNK),
-        blocks((entry if raw else u).flatten(0, 2), columns, CHUNK),
-        blocks(entry.flatten(0, 2), columns, key_size),
-        k, v, rows, at.base, at.starts, at.context, at.slots,
-        *strided([h, old_k, old_rows, running]),
-        **shape, V=size, COLUMNS=columns, STAGES=tile.stages, RAW=raw,
-        num_warps=tile.warps, **gpu.POLICY,
-    )  # fmt: skip
+    tables = (at.base, at.starts, at.context, at.slots)
+    operands = (k, v, rows, t, entry if raw else u, entry)
+    columns = tiles.ODD.fitted(size)
+
+    def odd(last: bool) -> None:
+        scan._odd[(size // columns, heads, sequences)](
+            *operands, *tables, *strided([h, old_k, old_rows, running]),
+            **shape, V=size, COLUMNS=columns, LAST=last, RAW=raw,
+            num_warps=tiles.ODD.warps, **gpu.POLICY,
+        )  # fmt: skip
+
+    if is_open:
+        odd(last=False)
+    scan.whole(*operands, h, tables, raw)
+    odd(last=True)
     return Work(rows, t, u, entry), x
-
-
-def blocks(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A contiguous matrix to be read or written by blocks of rows x columns."""
-    return TensorDescriptor.from_tensor(x, [rows, columns])
 
 
 def named(state: Sequence[torch.Tensor], raw: bool) -> tuple[torch.Tensor, ...]:
@@ -340,8 +337,8 @@ def forward(
         columns = tile.fitted(size)
         group = heads // key_heads
         _rows[(size // columns, key_heads, chunks)](
-            q, k, work.rows, blocks(work.u.flatten(0, 2), columns, CHUNK),
-            blocks(work.entry.flatten(0, 2), columns, key_size),
+            q, k, work.rows, scan.blocks(work.u.flatten(0, 2), columns, CHUNK),
+            scan.blocks(work.entry.flatten(0, 2), columns, key_size),
             o, scale, *tables, *strided([old_k]),
             **shape, COLUMNS=columns, GROUP=group, STAGES=tile.stages,
             num_warps=tile.warps, **gpu.POLICY,

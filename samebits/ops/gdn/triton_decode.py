@@ -19,6 +19,7 @@ import triton.language as tl
 
 from samebits.ops import gpu
 from samebits.ops.device import exp2_32
+from samebits.ops.gdn import gluon_decode
 from samebits.ops.gdn import tiles_sm90 as tiles
 from samebits.ops.gdn import triton_decode_cpr as cpr
 from samebits.ops.gdn.cpu import BLOCK, CHUNK
@@ -154,9 +155,9 @@ def _state(
     q_ptr, k_ptr, v_ptr, beta_ptr, weights_ptr, scores_ptr, reach_ptr, o_ptr, scale,
     context_ptr, slots_ptr, h_ptr, h_slot, r_ptr, r_slot, u_ptr, u_slot,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr, PAIR: tl.constexpr, CHAINED: tl.constexpr,
+    COLUMNS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """R, u, o of row i for some columns."""
+    """R, u, o of row i for some columns; `gluon_decode.py` has the same for the chip."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
     n = tl.program_id(2)
@@ -182,8 +183,6 @@ def _state(
         k = tl.load(k_ptr + (n * HK + key_head) * K + d)
         v = tl.load(v_ptr + row * V + columns)
         beta = tl.load(beta_ptr + row)
-        if CHAINED:
-            tl.extra.cuda.gdc_wait()
         weights = tl.load(weights_ptr + row * CHUNK + j)
         high = tl.load(scores_ptr + row * (2 * CHUNK) + j)
         rest = tl.load(scores_ptr + row * (2 * CHUNK) + CHUNK + j)
@@ -281,13 +280,12 @@ def step(
         **shape, BLOCK=BLOCK, PAIR=PAIR, GROUP=group, CHAINED=chained,
         num_warps=tiles.DECODE_ROW.warps, **gpu.POLICY,
     )  # fmt: skip
-    tile = tiles.DECODE_STATE
-    columns = tile.fitted(size)
-    _state[(size // columns, heads, rows)](
-        q, k, v, beta, weights, scores, reach, o, scale, context, slots, *strided([h, r, u]),
-        **shape, V=size, COLUMNS=columns, PAIR=PAIR, CHAINED=chained,
-        num_warps=tile.warps, launch_pdl=chained, **gpu.POLICY,
-    )  # fmt: skip
+    operands = (q, k, v, beta, weights, scores, reach, o, scale, context, slots)
+    used, constants = strided([h, r, u]), shape | {"V": size}
+    if gluon_decode.serves():
+        gluon_decode.state(operands, used, constants, (heads, rows), tiles.DECODE_STATE)
+    else:
+        _state[(1, heads, rows)](*operands, *used, **constants, COLUMNS=size, PAIR=PAIR)
     tile = tiles.DECODE_CLOSE
     columns = tile.fitted(size)
     work = rows * heads * (size // columns)
