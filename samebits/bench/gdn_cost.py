@@ -24,6 +24,7 @@ positions in a chunk, so the row that closes it is in there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Annotated
 
 import typer
@@ -144,7 +145,8 @@ def _rows(of: Layer, native: bool) -> Cost:
     scores = c * c * of.key_dim
     if native:
         return Cost(scores * of.tiles(NATIVE_COLUMNS) + c * c * v + c * of.square, read, 2 * c * v)
-    shared = scores * of.tiles(tiles.rows(of.value_heads).columns) * of.key_heads / of.value_heads
+    tile = tiles.rows(of.value_heads)
+    shared = scores * of.tiles(tile.columns) / gcd(tile.heads, of.value_heads // of.key_heads)
     return Cost(shared + 2 * c * c * v + c * of.square, read + 4 * c, 4 * c * v)
 
 

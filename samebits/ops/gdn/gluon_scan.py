@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from samebits.ops import gpu
 from samebits.ops.gdn.tiles_sm90 import Tile
@@ -68,6 +69,8 @@ def _whole(
 
     Stores for every chunk the snapshot of the state at its start [V, K] and u [V, CHUNK].
     """
+    gdc_launch_dependents()
+    gdc_wait()
     over_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     over_rows: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     for_rows: gl.constexpr = gl.DotOperandLayout(0, over_rows, 2)
@@ -200,5 +203,5 @@ def whole(
         blocks(k, chunk, shape["K"]), blocks(v, chunk, columns), blocks(t, chunk, chunk),
         blocks(u, columns, chunk), blocks(entry, columns, shape["K"]),
         rows, *tables, h, h.stride(0),
-        **shape, COLUMNS=columns, STAGES=tile.stages, num_warps=4, **gpu.POLICY,
+        **shape, COLUMNS=columns, STAGES=tile.stages, num_warps=4, launch_pdl=True, **gpu.POLICY,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """Warps, columns of the value dimension or heads in one block, stages of a pipelined loop."""
+    """Warps, columns of the value dimension, heads in one block at most, stages of a loop."""
 
     warps: int
     columns: int = 0
@@ -61,4 +61,4 @@ def chain(chains: int, size: int) -> Tile:
 
 def rows(heads: int) -> Tile:
     """For this many value heads."""
-    return Tile(columns=64 if heads <= 4 else 128, warps=4)
+    return Tile(columns=64 if heads <= 4 else 128, warps=4, heads=2)

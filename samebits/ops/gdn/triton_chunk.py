@@ -9,6 +9,7 @@ save                  rows of a chunk that stays open, into the state
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +22,10 @@ from samebits.ops.gdn import triton_inverse as inverse
 from samebits.ops.gdn import triton_scan as scan
 from samebits.ops.gdn.cpu import BLOCK, CHUNK
 from samebits.ops.gdn.triton_parts import (
+    CHAINED,
     NEAR,
     decays,
+    follow,
     halves,
     load_keys,
     load_rows,
@@ -40,6 +43,7 @@ def _rows(
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
     """chunk_row: outputs of one chunk and GROUP value heads of a key head, some columns."""
+    follow()
     left = tl.program_id(0) * COLUMNS
     group = tl.program_id(1)
     chunk = tl.program_id(2)
@@ -84,6 +88,7 @@ def _recur(
     COLUMNS: tl.constexpr, NEAR: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
     """cpr: outputs of one chunk and value head by the recurrence, some columns."""
+    follow()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     chunk = tl.program_id(1)
     head = tl.program_id(2)
@@ -123,6 +128,7 @@ def _save(
     BLOCK: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Rows of the chunk that a sequence leaves open, into its state; last, as others read it."""
+    follow()
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     base = tl.load(base_ptr + sequence)
@@ -262,12 +268,12 @@ def boundaries(
     )  # fmt: skip
     inverse._lower[(chunks, key_heads)](
         k, rows, t, near, at.places, at.slots, *strided([old_k]),
-        **shape, BLOCK=BLOCK, num_warps=tiles.LOWER.warps, **gpu.POLICY,
+        **shape, BLOCK=BLOCK, num_warps=tiles.LOWER.warps, **CHAINED, **gpu.POLICY,
     )  # fmt: skip
     inverse._solve[(chunks, heads)](
         t, near, far, x, at.places, at.slots, *strided([old_x, old_t]),
         HV=heads, CHUNK=CHUNK, BLOCK=BLOCK, OPEN=is_open and not raw,
-        num_warps=tiles.solve(heads).warps, **gpu.POLICY,
+        num_warps=tiles.solve(heads).warps, **CHAINED, **gpu.POLICY,
     )  # fmt: skip
     tables = (at.base, at.starts, at.context, at.slots)
     operands = (k, v, rows, t, entry if raw else u, entry)
@@ -277,7 +283,7 @@ def boundaries(
         scan._odd[(size // columns, heads, sequences)](
             *operands, *tables, *strided([h, old_k, old_rows, running]),
             **shape, V=size, COLUMNS=columns, LAST=last, RAW=raw,
-            num_warps=tiles.ODD.warps, **gpu.POLICY,
+            num_warps=tiles.ODD.warps, **CHAINED, **gpu.POLICY,
         )  # fmt: skip
 
     if is_open:
@@ -330,18 +336,18 @@ def forward(
         columns = tile.fitted(size)
         _recur[(size // columns, chunks, heads)](
             q, k, v, g, beta, work.entry, o, scale, *tables, *strided([running]),
-            **shape, NEAR=NEAR, COLUMNS=columns, num_warps=tile.warps, **gpu.POLICY,
+            **shape, NEAR=NEAR, COLUMNS=columns, num_warps=tile.warps, **CHAINED, **gpu.POLICY,
         )  # fmt: skip
     else:
         tile = tiles.rows(heads)
         columns = tile.fitted(size)
-        group = heads // key_heads
-        _rows[(size // columns, key_heads, chunks)](
+        group = math.gcd(tile.heads, heads // key_heads)
+        _rows[(size // columns, heads // group, chunks)](
             q, k, work.rows, scan.blocks(work.u.flatten(0, 2), columns, CHUNK),
             scan.blocks(work.entry.flatten(0, 2), columns, key_size),
             o, scale, *tables, *strided([old_k]),
             **shape, COLUMNS=columns, GROUP=group, STAGES=tile.stages,
-            num_warps=tile.warps, **gpu.POLICY,
+            num_warps=tile.warps, **CHAINED, **gpu.POLICY,
         )  # fmt: skip
     if len(state) > 1:
         old_u = h if raw else state[5]
@@ -349,6 +355,6 @@ def forward(
             k, v, g, beta, work.rows, work.t, x, work.u, at.places, at.base, at.slots,
             *strided([old_k, old_g, old_beta, old_rows, old_x, old_t, old_u]),
             **{name: shape[name] for name in ("HK", "HV", "K", "V", "CHUNK")},
-            BLOCK=BLOCK, RAW=raw, num_warps=4, **gpu.POLICY,
+            BLOCK=BLOCK, RAW=raw, num_warps=4, **CHAINED, **gpu.POLICY,
         )  # fmt: skip
     return o, work

@@ -24,7 +24,15 @@ from samebits.ops.gdn import tiles_sm90 as tiles
 from samebits.ops.gdn import triton_decode_cpr as cpr
 from samebits.ops.gdn.cpu import BLOCK, CHUNK
 from samebits.ops.gdn.triton_chunk import strided
-from samebits.ops.gdn.triton_parts import NEAR, closed, halves, kept_keys, next_gamma
+from samebits.ops.gdn.triton_parts import (
+    CHAINED,
+    NEAR,
+    ON_CHIP,
+    closed,
+    halves,
+    kept_keys,
+    next_gamma,
+)
 
 PAIR = 16  # rows of a matrix product in which q and k are rows 0 and 1
 
@@ -98,12 +106,12 @@ def _row(
     q_ptr, k_ptr, g_ptr, beta_ptr, weights_ptr, scores_ptr, reach_ptr, context_ptr, slots_ptr,
     x_ptr, x_slot, gamma_ptr, gamma_slot, ok_ptr, ok_slot, t_ptr, t_slot,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Row i of T, of the two parts of the scores and exp2(gamma_i), for GROUP value heads."""
     group = tl.program_id(0)
     n = tl.program_id(1)
-    if CHAINED:
+    if ON_CHIP:
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slots_ptr + n).to(tl.int64)
     if slot >= 0:
@@ -201,7 +209,7 @@ def _state(
 def _close(
     context_ptr, slots_ptr, h_ptr, h_slot, gamma_ptr, gamma_slot, ok_ptr, ok_slot, u_ptr, u_slot,
     rows, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, TABLE: tl.constexpr, CHAINED: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Boundary states of the rows that are the last of their chunk, shared out among all programs.
 
@@ -209,7 +217,7 @@ def _close(
     """
     each: tl.constexpr = HV * (V // COLUMNS)
     here = tl.program_id(0)
-    if CHAINED:
+    if ON_CHIP:
         tl.extra.cuda.gdc_wait()
     done = 0
     for from_ in tl.range(0, rows, TABLE):
@@ -273,11 +281,9 @@ def step(
     scores = k.new_empty((rows, heads, 2, CHUNK))
     reach = torch.empty_like(g)
     group = math.gcd(tiles.DECODE_ROW.heads, heads // key_heads)
-    # Each launch begins while the one before it ends; the interpreter knows no such thing.
-    chained = not triton.knobs.runtime.interpret
     _row[(heads // group, rows)](
         q, k, g, beta, weights, scores, reach, context, slots, *strided([x, gamma, keys, t]),
-        **shape, BLOCK=BLOCK, PAIR=PAIR, GROUP=group, CHAINED=chained,
+        **shape, BLOCK=BLOCK, PAIR=PAIR, GROUP=group,
         num_warps=tiles.DECODE_ROW.warps, **gpu.POLICY,
     )  # fmt: skip
     operands = (q, k, v, beta, weights, scores, reach, o, scale, context, slots)
@@ -291,7 +297,7 @@ def step(
     work = rows * heads * (size // columns)
     _close[(min(work, tiles.CLOSING),)](
         context, slots, *strided([h, gamma, keys, u]), rows,
-        **shape, V=size, COLUMNS=columns, TABLE=tiles.TABLE, CHAINED=chained,
-        num_warps=tile.warps, launch_pdl=chained, **gpu.POLICY,
+        **shape, V=size, COLUMNS=columns, TABLE=tiles.TABLE,
+        num_warps=tile.warps, **CHAINED, **gpu.POLICY,
     )  # fmt: skip
     return o

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from samebits.ops.device import exp2_32
-from samebits.ops.gdn.triton_parts import decays, load_keys, next_gamma, place
+from samebits.ops.gdn.triton_parts import ON_CHIP, decays, follow, load_keys, next_gamma, place
 
 
 @triton.jit
@@ -27,6 +27,8 @@ def _begin(
     These four lie at rows_ptr [chunks, HV, 4, CHUNK]. A chunk behind the last one gets sequence -1
     and the rows of the operands that belong to no sequence.
     """
+    if ON_CHIP:
+        tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
     part = tl.program_id(1)
     count = 0
@@ -108,6 +110,7 @@ def _lower(
 ):  # fmt: skip
     """L of one chunk: narrow at t_ptr, where T is going to be, and in fp32 its blocks on the
     diagonal at near_ptr [chunks, HV, CHUNK, BLOCK]."""
+    follow()
     chunk = tl.program_id(0)
     key_head = tl.program_id(1)
     sequence, first, low, high = place(chunk, places_ptr)
@@ -141,6 +144,7 @@ def _solve(
     OPEN: rows below `low` come from the state, their fp32 form too as far as their block is open,
     and fp32 rows of the block that stays open are stored at x_ptr.
     """
+    follow()
     chunk = tl.program_id(0)
     head = tl.program_id(1)
     sequence, _, low, high = place(chunk, places_ptr)

@@ -16,7 +16,18 @@ import triton.language as tl
 from samebits.ops.device import exp2_32, fold
 
 WIDE = tl.constexpr(8)
+ON_CHIP = tl.constexpr(not triton.knobs.runtime.interpret)
+CHAINED = {"launch_pdl": ON_CHIP.value}  # the interpreter knows no such thing
 NEAR = 4  # neighbours summed first in a row sum over K: part of the schedule
+
+
+@triton.jit
+def follow():
+    """First in a kernel launched as the next of a chain (`CHAINED`): lets the one after it begin,
+    up to its own wait, and waits until all that the one before wrote is there."""
+    if ON_CHIP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

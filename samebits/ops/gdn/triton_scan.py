@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from samebits.ops import gpu
 from samebits.ops.gdn import gluon_scan
 from samebits.ops.gdn import tiles_sm90 as tiles
-from samebits.ops.gdn.triton_parts import load_keys, narrowed
+from samebits.ops.gdn.triton_parts import CHAINED, follow, load_keys, narrowed
 
 
 @triton.jit
@@ -60,6 +60,7 @@ def _whole(
     Stores for every chunk what its rows start from [V, K]: the snapshot of the boundary state or,
     RAW, the fp32 state, and u [V, CHUNK] unless RAW.
     """
+    follow()
     left = tl.program_id(0) * COLUMNS
     columns = left + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
@@ -111,6 +112,7 @@ def _odd(
     RAW and with older rows, what rows start from is the running state; else R of older rows is
     read, and that of rows that stay open is kept.
     """
+    follow()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -208,5 +210,5 @@ def whole(
         blocks(u, columns, chunk), blocks(entry, columns, key_size),
         rows, *tables, h, h.stride(0),
         **shape, COLUMNS=columns, STAGES=tile.stages, RAW=raw,
-        num_warps=tile.warps, **gpu.POLICY,
+        num_warps=tile.warps, **CHAINED, **gpu.POLICY,
     )  # fmt: skip
