@@ -70,18 +70,21 @@ def _begin(
         real = heads < HV
         gamma_at = rows_ptr + (chunk.to(tl.int64) * HV + heads) * (4 * CHUNK)
         og_at = og_ptr + slot * og_slot + heads * CHUNK
-        last = tl.zeros((HEADS,), tl.float32)
+        # No load waits behind a store.
+        steps = ()
         for r in tl.static_range(0, CHUNK):
             inside = real & (r >= low) & (r < high)
             g = tl.load(g_ptr + (first + r).to(tl.int64) * HV + heads, mask=inside, other=0.0)
             if OPEN:
                 old = tl.load(og_at + r, mask=real & (r < low), other=0.0)
-                if RAW:
-                    last = next_gamma(last, tl.where(r < low, old, g), r)
-                else:
-                    last = tl.where(r < low, old, next_gamma(last, g, r))
+                g = tl.where(r < low, old, g)
+            steps = steps + (g,)  # type: ignore[assignment]  # noqa: RUF005
+        last = tl.zeros((HEADS,), tl.float32)
+        for r in tl.static_range(0, CHUNK):
+            if OPEN and not RAW:  # what is kept of older rows is gamma
+                last = tl.where(r < low, steps[r], next_gamma(last, steps[r], r))
             else:
-                last = next_gamma(last, g, r)
+                last = next_gamma(last, steps[r], r)
             tl.store(gamma_at + r, last, mask=real)
         i = tl.arange(0, CHUNK)
         token = (first + i).to(tl.int64) * HV
@@ -174,6 +177,7 @@ def _solve(
                 tl.store(far_at + r[:, None] * CHUNK + i[None, :], tl.dot(lower, t))
                 tl.debug_barrier()  # whole columns are read again
             near_at = near_ptr + (at + start) * BLOCK
+            # No load of a factor waits behind a store.
             solved = ()
             for row in tl.static_range(0, BLOCK):
                 x = tl.where(i == start + row, 1.0, 0.0)
@@ -182,15 +186,17 @@ def _solve(
                     factor = tl.load(near_at + row * BLOCK + j)
                     x = tl.fma(tl.broadcast_to(-factor, x.shape), solved[j], x)
                 if OPEN:
-                    older = (start + row < low) & (i >= 0)
-                    known = older & (b == low // BLOCK)
+                    known = (start + row < low) & (b == low // BLOCK) & (i >= 0)
                     x = tl.where(known, tl.load(ox_at + row * CHUNK + i, mask=known, other=0.0), x)
-                    stays = (start + row < high) & (b == high // BLOCK) & (i >= 0)
-                    tl.store(x_at + row * CHUNK + i, x, mask=stays)
                 solved = solved + (x,)  # type: ignore[assignment]  # noqa: RUF005
-                narrow = x.to(t_ptr.dtype.element_ty)
+            for row in tl.static_range(0, BLOCK):
+                x = solved[row]
+                narrow = x.to(t_ptr.dtype.element_ty)  # type: ignore[var-annotated]
                 here = (start + row) * CHUNK + i
                 if OPEN:
+                    stays = (start + row < high) & (b == high // BLOCK) & (i >= 0)
+                    tl.store(x_at + row * CHUNK + i, x, mask=stays)
+                    older = (start + row < low) & (i >= 0)
                     narrow = tl.where(older, tl.load(ot_at + here, mask=older, other=0.0), narrow)
                 tl.store(t_at + here, narrow)
             tl.debug_barrier()  # rows of T are operands of the next block's product
