@@ -24,7 +24,6 @@ positions in a chunk, so the row that closes it is in there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 from typing import Annotated
 
 import typer
@@ -138,16 +137,14 @@ def _scan(of: Layer, raw: bool) -> Cost:
 
 
 def _rows(of: Layer, native: bool) -> Cost:
-    """Outputs by the chunk form; those of chunk_row are fp32, by scores of two parts, from
-    products of q and k that the value heads of a key head share."""
+    """Outputs by the chunk form; those of chunk_row are fp32, by scores of two parts."""
     c, v = of.chunk, of.value_dim
     read = 4 * c * of.keys + 4 * c + 2 * c * v + 2 * of.square
     scores = c * c * of.key_dim
     if native:
         return Cost(scores * of.tiles(NATIVE_COLUMNS) + c * c * v + c * of.square, read, 2 * c * v)
-    tile = tiles.rows(of.value_heads)
-    shared = scores * of.tiles(tile.columns) / gcd(tile.heads, of.value_heads // of.key_heads)
-    return Cost(shared + 2 * c * c * v + c * of.square, read + 4 * c, 4 * c * v)
+    scores *= of.tiles(tiles.rows(of.value_heads).columns)
+    return Cost(scores + 2 * c * c * v + c * of.square, read + 4 * c, 4 * c * v)
 
 
 def _recur(of: Layer) -> Cost:

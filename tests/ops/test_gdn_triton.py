@@ -20,6 +20,7 @@ from samebits.ops.conv1d import triton as conv1d
 from samebits.ops.gated_rms_norm import triton as gated_rms_norm
 from samebits.ops.gdn import (
     gluon_decode,
+    gluon_rows,
     gluon_scan,
     triton_backward,
     triton_chunk,
@@ -61,8 +62,9 @@ def test_interpreted(errors, check):
 def launches():
     """(kernel, arguments) of every launch on operands of the real head size."""
     modules = (
-        triton_inverse, triton_scan, gluon_scan, triton_chunk, triton_decode,
-        gluon_decode, triton_decode_cpr, triton_backward, conv1d, l2_norm, gdn_gate, gated_rms_norm,
+        triton_inverse, triton_scan, gluon_scan, triton_chunk, gluon_rows, triton_decode,
+        gluon_decode, triton_decode_cpr, triton_backward, conv1d, l2_norm, gdn_gate,
+        gated_rms_norm,
     )  # fmt: skip
     tokens, key_heads, heads, size = 130, 1, 2, 128
     k = torch.zeros(tokens, key_heads, size, dtype=torch.bfloat16)
@@ -107,7 +109,7 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "gdn.triton_scan._odd",
         "gdn.triton_scan._whole",
         "gdn.gluon_scan._whole",
-        "gdn.triton_chunk._rows",
+        "gdn.gluon_rows._rows",
         "gdn.triton_chunk._recur",
         "gdn.triton_chunk._save",
         "gdn.triton_decode._row",

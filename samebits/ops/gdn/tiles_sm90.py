@@ -61,4 +61,4 @@ def chain(chains: int, size: int) -> Tile:
 
 def rows(heads: int) -> Tile:
     """For this many value heads."""
-    return Tile(columns=64 if heads <= 4 else 128, warps=4, heads=2)
+    return Tile(columns=64 if heads <= 4 else 128, warps=4)

@@ -9,7 +9,6 @@ save                  rows of a chunk that stays open, into the state
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 
 from samebits.ops import gpu
+from samebits.ops.gdn import gluon_rows, gluon_scan
 from samebits.ops.gdn import tiles_sm90 as tiles
 from samebits.ops.gdn import triton_inverse as inverse
 from samebits.ops.gdn import triton_scan as scan
@@ -37,47 +37,39 @@ from samebits.ops.gdn.triton_parts import (
 
 @triton.jit
 def _rows(
-    q_ptr, k_ptr, rows_ptr, u_desc, entry_desc, o_ptr, scale, places_ptr, slots_ptr,
-    ok_ptr, ok_slot,
+    q_ptr, k_ptr, rows_ptr, u_ptr, entry_ptr, o_ptr, scale, places_ptr, slots_ptr, ok_ptr, ok_slot,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr, OPEN: tl.constexpr,
+    COLUMNS: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
-    """chunk_row: outputs of one chunk and GROUP value heads of a key head, some columns."""
+    """chunk_row: outputs of one chunk and value head, some columns; `gluon_rows.py` has the same
+    for the chip."""
     follow()
-    left = tl.program_id(0) * COLUMNS
-    group = tl.program_id(1)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    head = tl.program_id(1)
     chunk = tl.program_id(2)
-    columns = left + tl.arange(0, COLUMNS)
     sequence, first, low, high = place(chunk, places_ptr)
     i = tl.arange(0, CHUNK)
     inside = ((i >= low) & (i < high))[:, None]
-    token = (first + i).to(tl.int64) * HV
+    o_at = o_ptr + ((first + i).to(tl.int64) * HV + head)[:, None] * V + columns[None, :]
     if sequence >= 0:
         slot = tl.load(slots_ptr + sequence).to(tl.int64)
-        key_head = group * GROUP // (HV // HK)
+        key_head = head // (HV // HK)
         d = tl.arange(0, K)
+        at = chunk.to(tl.int64) * HV + head
+        rows_at = rows_ptr + at * (4 * CHUNK)
         ok_at = ok_ptr + slot * ok_slot + key_head * (K * CHUNK)
-        kt = load_keys(k_ptr, ok_at, first, low, high, key_head, HK, K, CHUNK, OPEN)
         q = load_rows(q_ptr, q_ptr, first, low, high, key_head, d, HK, K, CHUNK, False)
-        raw = tl.dot(q, kt)
-        for member in tl.range(0, GROUP, num_stages=STAGES):
-            head = group * GROUP + member
-            at = chunk * HV + head
-            u = u_desc.load([at * V + left, 0])
-            entry = entry_desc.load([at * V + left, 0])
-            rows_at = rows_ptr + at.to(tl.int64) * (4 * CHUNK)
-            exact = raw * decays(tl.load(rows_at + i), CHUNK)
-            scores, rest = halves(exact, kt.dtype)
-            reach = tl.load(rows_at + CHUNK + i)
-            o = tl.dot(rest, tl.trans(u), reach[:, None] * tl.dot(q, tl.trans(entry)))
-            o = tl.dot(scores, tl.trans(u), o)
-            o_at = o_ptr + (token + head)[:, None] * V + columns[None, :]
-            tl.store(o_at, (scale * o).to(o_ptr.dtype.element_ty), mask=inside)
+        kt = load_keys(k_ptr, ok_at, first, low, high, key_head, HK, K, CHUNK, OPEN)
+        entry = tl.load(entry_ptr + at * (K * V) + columns[:, None] * K + d[None, :])
+        u = tl.load(u_ptr + at * (CHUNK * V) + columns[:, None] * CHUNK + i[None, :])
+        reach = tl.load(rows_at + CHUNK + i)
+        exact = tl.dot(q, kt) * decays(tl.load(rows_at + i), CHUNK)
+        scores, rest = halves(exact, kt.dtype)
+        o = tl.dot(rest, tl.trans(u), reach[:, None] * tl.dot(q, tl.trans(entry)))
+        o = tl.dot(scores, tl.trans(u), o)
+        tl.store(o_at, (scale * o).to(o_ptr.dtype.element_ty), mask=inside)
     else:
-        nothing = tl.zeros((CHUNK, COLUMNS), o_ptr.dtype.element_ty)
-        for member in tl.range(0, GROUP):
-            o_at = o_ptr + (token + group * GROUP + member)[:, None] * V + columns[None, :]
-            tl.store(o_at, nothing, mask=inside)
+        tl.store(o_at, tl.zeros((CHUNK, COLUMNS), o_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -338,16 +330,17 @@ def forward(
             q, k, v, g, beta, work.entry, o, scale, *tables, *strided([running]),
             **shape, NEAR=NEAR, COLUMNS=columns, num_warps=tile.warps, **CHAINED, **gpu.POLICY,
         )  # fmt: skip
+    elif gluon_scan.serves(k, size, raw):
+        gluon_rows.rows(
+            q.flatten(1), k.flatten(1), work.u.flatten(0, 2), work.entry.flatten(0, 2),
+            (work.rows, o, scale, *tables, *strided([old_k])), shape, chunks, tiles.rows(heads),
+        )  # fmt: skip
     else:
         tile = tiles.rows(heads)
         columns = tile.fitted(size)
-        group = math.gcd(tile.heads, heads // key_heads)
-        _rows[(size // columns, heads // group, chunks)](
-            q, k, work.rows, scan.blocks(work.u.flatten(0, 2), columns, CHUNK),
-            scan.blocks(work.entry.flatten(0, 2), columns, key_size),
-            o, scale, *tables, *strided([old_k]),
-            **shape, COLUMNS=columns, GROUP=group, STAGES=tile.stages,
-            num_warps=tile.warps, **CHAINED, **gpu.POLICY,
+        _rows[(size // columns, heads, chunks)](
+            q, k, work.rows, work.u, work.entry, o, scale, *tables, *strided([old_k]),
+            **shape, COLUMNS=columns, num_warps=tile.warps, **CHAINED, **gpu.POLICY,
         )  # fmt: skip
     if len(state) > 1:
         old_u = h if raw else state[5]
