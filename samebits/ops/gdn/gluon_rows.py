@@ -121,7 +121,7 @@ def rows(
 ) -> None:
     """Launch `_rows` for matrices q, k [T, HK K], u [chunks HV V, CHUNK], entry [chunks HV V, K];
     `rest` are the other operands and `shape` the constants of the kernel."""
-    columns, chunk, key_size = tile.columns, shape["CHUNK"], shape["K"]
+    columns, chunk, key_size = tile.fitted(shape["V"]), shape["CHUNK"], shape["K"]
     _rows[(shape["V"] // columns, shape["HV"], chunks)](
         blocks(q, chunk, key_size), blocks(k, chunk, key_size), blocks(u, columns, chunk),
         blocks(entry, columns, key_size), *rest,
