@@ -143,7 +143,7 @@ def _rows(of: Layer, native: bool) -> Cost:
     scores = c * c * of.key_dim
     if native:
         return Cost(scores * of.tiles(NATIVE_COLUMNS) + c * c * v + c * of.square, read, 2 * c * v)
-    scores *= of.tiles(tiles.rows(of.value_heads).columns)
+    scores *= of.tiles(tiles.ROWS.columns)
     return Cost(scores + 2 * c * c * v + c * of.square, read + 4 * c, 4 * c * v)
 
 

@@ -22,7 +22,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samebits import files
-from samebits.bench import gpu_attention, gpu_gates, gpu_gdn, gpu_hybrid, gpu_public
+from samebits.bench import (
+    gpu_attention,
+    gpu_gates,
+    gpu_gdn_ahead,
+    gpu_gdn_times,
+    gpu_hybrid,
+    gpu_public,
+)
 from samebits.bench.gpu_timing import Calls, Row, medians, row
 from samebits.errors import SamebitsError
 from samebits.ops import gemm, gpu
@@ -179,7 +186,7 @@ AREAS: dict[str, tuple[Callable[[], Iterator[str]], Callable[[], Iterator[Row]]]
     "elements": (gpu_gates.element_gates, element_rows),
     "attention": (gpu_attention.gates, attention_rows),
     "gemm": (gpu_gates.gemm_gates, gemm_rows),
-    "gdn": (gpu_gdn.gates, gpu_gdn.rows),
+    "gdn": (gpu_gdn_ahead.gates, gpu_gdn_times.rows),
 }
 
 PUBLIC = {"public": gpu_public.AREAS, "hybrid": gpu_hybrid.AREAS}

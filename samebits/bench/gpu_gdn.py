@@ -1,4 +1,4 @@
-"""Bit gates and times of Gated DeltaNet's core on Hopper; part of `samebits.bench.gpu`.
+"""Bit gates of Gated DeltaNet's core on Hopper; part of `samebits.bench.gpu`.
 
 One row's bits are its own: the same token must come out of a whole prefill, of slices cut anywhere,
 of decoding from any phase inside a CUDA graph, alone and in a batch, and of the trainer's packed
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from samebits.bench.gpu_gates import Tally
-from samebits.bench.gpu_timing import Calls, Row, captured, medians, row
+from samebits.bench.gpu_timing import captured
 from samebits.errors import Different, NotObserved
 from samebits.ops import gdn
 from samebits.ops.gdn import errors, oracle, scenarios
@@ -66,10 +65,11 @@ def sequences(name: str, key_heads: int, heads: int, lengths: Sequence[int]) -> 
     """Sequences of one scenario on the GPU."""
     made = scenarios.make(name, sum(lengths), key_heads, heads, SIZE, SIZE)
     q, k, v, g, beta = (x.cuda() for x in made)
-    return Sequences((q, k, v, g, beta), _starts(lengths))
+    return Sequences((q, k, v, g, beta), packed_from(lengths))
 
 
-def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
+def packed_from(lengths: Sequence[int]) -> tuple[int, ...]:
+    """First row of each packed sequence, and the end of the last."""
     return (0, *itertools.accumulate(lengths))
 
 
@@ -170,16 +170,16 @@ def gate_schedule(schedule: str) -> str:
     for key_heads, heads in SHAPES:
         names = scenarios.NAMES if (key_heads, heads) == SHAPES[0] else ("n", "corr")
         for name in names:
-            data = sequences(name, key_heads, heads, LENGTHS)
-            _gate_scenario(tally, f"{name}, heads {key_heads}/{heads}", name, data, schedule)
+            gate_scenario(tally, name, key_heads, heads, schedule)
     return tally.close(HAZARDS)
 
 
-def _gate_scenario(tally: Tally, what: str, name: str, data: Sequences, schedule: str) -> None:
+def gate_scenario(tally: Tally, name: str, key_heads: int, heads: int, schedule: str) -> None:
+    """One scenario and shape of `gate_schedule`, counted in `tally`."""
+    what, data = f"{name}, heads {key_heads}/{heads}", sequences(name, key_heads, heads, LENGTHS)
     draw = random.Random(what)
     lengths = data.lengths
     count, zero = len(lengths), [0] * len(lengths)
-    key_heads, heads = data.operands[0].shape[1], data.operands[2].shape[1]
     slots = draw.sample(range(count + 3), count)
 
     def fresh() -> State:
@@ -306,104 +306,3 @@ def gates() -> Iterator[str]:
     for schedule in gdn.SCHEDULES:
         yield gate_schedule(schedule)
         yield gate_gradients(schedule)
-
-
-def rows() -> Iterator[Row]:
-    """Forward of the core against the pinned flash-linear-attention, which must be importable.
-
-    Its chunk and recurrent kernels take the same operands (normalised q and k, log decays, fp32
-    states). Half as many key heads as value heads.
-    """
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-
-    for heads in (32, 8, 4, 16):
-        for shape, count, length in (("1 x 10240", 1, 10240), ("5 x 2048", 5, 2048)):
-            data = _drawn(heads, [length] * count)
-            native = _native(chunk_gated_delta_rule, data, integers(data.starts).long())
-            sides: list[Calls] = [[native]]
-            starts, zero, slots = (
-                integers(x) for x in (data.starts, [0] * count, list(range(count)))
-            )
-            for schedule in gdn.SCHEDULES:
-                state = poisoned(schedule, heads // 2, heads, count)
-                sides.append([_prefill(data, state, slots, starts, zero, schedule)])
-            theirs, *ours = medians(sides)
-            for schedule, time in zip(gdn.SCHEDULES, ours, strict=True):
-                work = f"gdn {schedule}, prefill {shape}, {heads} heads"
-                yield row(work, time, "fla chunk", theirs, 0.90)
-        yield from _decode_rows(heads, fused_recurrent_gated_delta_rule)
-
-
-DECODE_TARGETS = {4: 0.75, 8: 0.65, 32: 0.55}
-
-
-def _decode_rows(heads: int, native: Callable[..., object]) -> Iterator[Row]:
-    """One token of each sequence. `middle`: phases spread; `closing`: all close a chunk."""
-    for count in (16, 256, 1024):
-        data = _drawn(heads, [1] * count)
-        theirs: Calls = [_native(native, data, integers(data.starts).long(), state=True)]
-        slots, sides = integers(range(count)), [theirs]
-        phases = {"middle": [n % (gdn.CHUNK - 1) for n in range(count)]}
-        if count == 256:
-            phases["closing"] = [gdn.CHUNK - 1] * count
-        for schedule in gdn.SCHEDULES:
-            # Left-over values of a used state, not NaN: a phase needs the rows before it.
-            state = [torch.zeros_like(x) for x in poisoned(schedule, heads // 2, heads, count)]
-            for x in state:
-                x.normal_(0, 0.05)
-            for context in phases.values():
-                at = integers([gdn.CHUNK + n for n in context])
-                sides.append([_step(data, state, slots, at, schedule)])
-        time, *ours = medians(sides)
-        names = [(schedule, phase) for schedule in gdn.SCHEDULES for phase in phases]
-        for (schedule, phase), our_time in zip(names, ours, strict=True):
-            target = 2.0 if phase == "closing" else None
-            if phase == "middle" and count == 256:
-                target = DECODE_TARGETS.get(heads)
-            work = f"gdn {schedule}, decode {count} x 1, {phase}, {heads} heads"
-            yield row(work, our_time, "fla fused recurrent, fp32 state", time, target)
-
-
-def _prefill(
-    data: Sequences,
-    state: State,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    context: torch.Tensor,
-    schedule: str,
-) -> Callable[[], object]:
-    q, k, v, g, beta = data.operands
-    return lambda: kernels.advance(q, k, v, g, beta, state, slots, starts, context, SCALE, schedule)
-
-
-def _step(
-    data: Sequences, state: State, slots: torch.Tensor, context: torch.Tensor, schedule: str
-) -> Callable[[], object]:
-    q, k, v, g, beta = data.operands
-    return lambda: kernels.decode(q, k, v, g, beta, state, slots, context, SCALE, schedule)
-
-
-def _drawn(heads: int, lengths: Sequence[int]) -> Sequences:
-    """Scenario `n`, drawn on the GPU: long ones take the host seconds."""
-    tokens = sum(lengths)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(tokens, *shape, device="cuda")
-
-    q, k = (
-        torch.nn.functional.normalize(normal(heads // 2, SIZE), dim=-1).bfloat16() for _ in range(2)
-    )
-    g = -0.3 * torch.rand(tokens, heads, device="cuda")
-    operands = (q, k, normal(heads, SIZE).bfloat16(), g, normal(heads).sigmoid())
-    return Sequences(operands, _starts(lengths))
-
-
-def _native(
-    function: Callable[..., object], data: Sequences, starts: torch.Tensor, state: bool = False
-) -> Callable[[], object]:
-    q, k, v, g, beta = (x[None] for x in data.operands)
-    shape = (len(data.lengths), v.shape[2], SIZE, SIZE)
-    return partial(
-        function, q, k, v, g, beta=beta, scale=SCALE, cu_seqlens=starts, output_final_state=True,
-        initial_state=torch.randn(shape, device="cuda") * 0.05 if state else None,
-    )  # fmt: skip

@@ -65,6 +65,7 @@ def recorded(*modules: ModuleType) -> Iterator[list[Recorder]]:
 def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
     """`kernel` for sm90, down to machine code, with the types of these arguments."""
     constants = {p.name for p in kernel.params if p.is_constexpr}
+    general = {p.name for p in kernel.params if p.do_not_specialize}
     signature, constexprs, attrs = {}, {}, {}
     for position, name in enumerate(kernel.arg_names):
         value = arguments[name]
@@ -80,7 +81,8 @@ def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
             attrs[(position,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = TYPES[type(value)]
-            if type(value) is int and value % 16 == 0:  # as a launch specialises it
+            # As a launch specialises it.
+            if type(value) is int and value % 16 == 0 and name not in general:
                 attrs[(position,)] = [["tt.divisibility", 16]]
     options = {name: arguments[name] for name in OPTIONS if name in arguments}
     form = GluonASTSource if kernel.is_gluon() else ASTSource

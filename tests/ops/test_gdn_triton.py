@@ -60,7 +60,7 @@ def test_interpreted(errors, check):
 
 
 def launches():
-    """(kernel, arguments) of every launch on operands of the real head size."""
+    """(kernel, arguments) of every launch on operands of head size 128, of chunk_row of all."""
     modules = (
         triton_inverse, triton_scan, gluon_scan, triton_chunk, gluon_rows, triton_decode,
         gluon_decode, triton_decode_cpr, triton_backward, conv1d, l2_norm, gdn_gate,
@@ -82,6 +82,14 @@ def launches():
             triton_chunk.forward(k, k, v, g, g, [h], at, 0.1, raw)
             row = [x[:1] for x in (k, k, v, g, g)]
             triton_decode.step(*row, state, at.slots, at.context, 0.1, raw)
+        for less in (64, 32):
+            narrow = [x[..., :less].contiguous() for x in (k, k, v)]
+            spec = gdn.state_spec("chunk_row", key_heads, heads, less, less)
+            state = [torch.zeros(1, *shape, dtype=dtype) for _, shape, dtype in spec]
+            at = triton_chunk.steps(starts, context, slots, tokens)
+            triton_chunk.forward(*narrow, g, g, state, at, 0.1, False)
+            row = [x[:1] for x in (*narrow, g, g)]
+            triton_decode.step(*row, state, at.slots, at.context, 0.1, False)
         triton_backward.gradients(k, k, v, g, g, None, starts, 0.1, v)
         flat, one = v.reshape(tokens, -1), torch.zeros(1, 3, heads * size).bfloat16()
         weight = torch.zeros(heads * size, 4).bfloat16()
@@ -110,6 +118,7 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "gdn.triton_scan._whole",
         "gdn.gluon_scan._whole",
         "gdn.gluon_rows._rows",
+        "gdn.triton_chunk._rows",
         "gdn.triton_chunk._recur",
         "gdn.triton_chunk._save",
         "gdn.triton_decode._row",

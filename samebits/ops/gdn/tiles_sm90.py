@@ -25,10 +25,13 @@ class Tile:
 
 BEGIN = Tile(heads=4, warps=1)
 LOWER = Tile(warps=4)
+SOLVE = Tile(warps=1)
 ODD = Tile(columns=32, warps=4)
+WHOLE = Tile(columns=32, warps=4, stages=3)
+ROWS = Tile(columns=128, warps=4)
 RECUR = Tile(columns=32, warps=4)
 DECODE_ROW = Tile(warps=2, heads=2)
-DECODE_STATE = Tile(warps=4)
+DECODE_STATE = Tile(warps=2)
 DECODE_CLOSE = Tile(columns=32, warps=4)
 DECODE_RECUR = Tile(columns=32, warps=4)
 REVERSE = Tile(columns=32, warps=4)
@@ -38,27 +41,8 @@ PROCESSORS = 132
 CLOSING = 2 * PROCESSORS  # programs that close chunks
 
 
-def solve(heads: int) -> Tile:
-    """For this many value heads."""
-    return Tile(warps=2 if heads >= 32 else 1)
-
-
-def whole(chains: int, size: int) -> Tile:
-    """For this many pairs of sequence and value head: the narrow tile where each of its programs
-    has a processor to itself."""
-    narrow = Tile(columns=32, warps=4, stages=3)
-    if chains * (size // narrow.fitted(size)) <= PROCESSORS:
-        return narrow
-    return Tile(columns=64, warps=4, stages=4)
-
-
 def chain(chains: int, size: int) -> Tile:
-    """Of the pass that is written for latency, likewise: more stages where a processor runs one
-    program alone."""
+    """Of the serial pass in Gluon, for this many pairs of sequence and value head: more stages
+    where each of its programs has a processor to itself."""
     alone = chains * (size // 64) <= PROCESSORS
     return Tile(columns=64, warps=4, stages=3 if alone else 2)
-
-
-def rows(heads: int) -> Tile:
-    """For this many value heads."""
-    return Tile(columns=64 if heads <= 4 else 128, warps=4)

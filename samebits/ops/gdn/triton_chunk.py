@@ -41,8 +41,10 @@ def _rows(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
-    """chunk_row: outputs of one chunk and value head, some columns; `gluon_rows.py` has the same
-    for the chip."""
+    """chunk_row: outputs of one chunk and value head, some columns.
+
+    For what Gluon does not serve: head sizes of 32, and the interpreter (`gluon_scan.serves`).
+    """
     follow()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
@@ -265,7 +267,7 @@ def boundaries(
     inverse._solve[(chunks, heads)](
         t, near, far, x, at.places, at.slots, *strided([old_x, old_t]),
         HV=heads, CHUNK=CHUNK, BLOCK=BLOCK, OPEN=is_open and not raw,
-        num_warps=tiles.solve(heads).warps, **CHAINED, **gpu.POLICY,
+        num_warps=tiles.SOLVE.warps, **CHAINED, **gpu.POLICY,
     )  # fmt: skip
     tables = (at.base, at.starts, at.context, at.slots)
     operands = (k, v, rows, t, entry if raw else u, entry)
@@ -333,10 +335,10 @@ def forward(
     elif gluon_scan.serves(k, size, raw):
         gluon_rows.rows(
             q.flatten(1), k.flatten(1), work.u.flatten(0, 2), work.entry.flatten(0, 2),
-            (work.rows, o, scale, *tables, *strided([old_k])), shape, chunks, tiles.rows(heads),
+            (work.rows, o, scale, *tables, *strided([old_k])), shape, chunks, tiles.ROWS,
         )  # fmt: skip
     else:
-        tile = tiles.rows(heads)
+        tile = tiles.ROWS
         columns = tile.fitted(size)
         _rows[(size // columns, heads, chunks)](
             q, k, work.rows, work.u, work.entry, o, scale, *tables, *strided([old_k]),

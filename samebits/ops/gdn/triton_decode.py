@@ -165,7 +165,7 @@ def _state(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """R, u, o of row i for some columns; `gluon_decode.py` has the same for the chip."""
+    """R, u, o of row i for some columns; for the interpreter, the chip has `gluon_decode`."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
     n = tl.program_id(2)
@@ -205,7 +205,7 @@ def _state(
         tl.store(o_at, tl.zeros((COLUMNS,), o_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # a captured batch must not need a kernel of its own
 def _close(
     context_ptr, slots_ptr, h_ptr, h_slot, gamma_ptr, gamma_slot, ok_ptr, ok_slot, u_ptr, u_slot,
     rows, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,

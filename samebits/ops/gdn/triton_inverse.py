@@ -15,7 +15,7 @@ from samebits.ops.device import exp2_32
 from samebits.ops.gdn.triton_parts import ON_CHIP, decays, follow, load_keys, next_gamma, place
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "tokens"])  # one kernel for all: it compiles for long
 def _begin(
     g_ptr, beta_ptr, rows_ptr, places_ptr, base_ptr, starts_ptr, context_ptr, slots_ptr,
     og_ptr, og_slot, ob_ptr, ob_slot, sequences, tokens,

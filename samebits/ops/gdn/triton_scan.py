@@ -5,7 +5,7 @@ takes its left operand from the registers that hold the result of the one before
 for no exchange between threads. Sums run in the same order.
 
     odd     a chunk that a step finds open, and the one that it leaves open
-    whole   the chunks between them; `gluon_scan.py` has the same for latency
+    whole   the chunks between them: in Gluon where it serves (`gluon_scan.py`), else `_whole`
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ def _whole(
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """Boundary states over the whole chunks of one sequence and value head, for some columns.
+
+    For what Gluon does not serve: cpr (RAW), head sizes of 32, and the interpreter.
 
     Stores for every chunk what its rows start from [V, K]: the snapshot of the boundary state or,
     RAW, the fp32 state, and u [V, CHUNK] unless RAW.
@@ -195,16 +197,16 @@ def whole(
     V] fp32; tables are base, starts, context, slots."""
     key_heads, key_size = k.shape[1:]
     heads, size = v.shape[1:]
-    chunk, chains = t.shape[-1], heads * (len(tables[0]) - 1)
+    chunk, sequences = t.shape[-1], len(tables[0]) - 1
     shape = {"HK": key_heads, "HV": heads, "K": key_size, "V": size, "CHUNK": chunk}
     matrices = (k.flatten(1), v.flatten(1), t.flatten(0, 2), u.flatten(0, 2), entry.flatten(0, 2))
     if gluon_scan.serves(k, size, raw):
-        gluon_scan.whole(*matrices, rows, h, tables, shape, tiles.chain(chains, size))
+        gluon_scan.whole(*matrices, rows, h, tables, shape, tiles.chain(heads * sequences, size))
         return
     k, v, t, u, entry = matrices
-    tile = tiles.whole(chains, size)
+    tile = tiles.WHOLE
     columns = tile.fitted(size)
-    _whole[(size // columns, heads, len(tables[0]) - 1)](
+    _whole[(size // columns, heads, sequences)](
         blocks(k, chunk, key_size), blocks(v, chunk, columns),
         blocks(rows.flatten(2).flatten(0, 1), 1, chunk), blocks(t, chunk, chunk),
         blocks(u, columns, chunk), blocks(entry, columns, key_size),

@@ -1,0 +1,118 @@
+"""Times of Gated DeltaNet's core on Hopper beside flash-linear-attention; part of
+`samebits.bench.gpu`.
+
+The pinned flash-linear-attention must be importable. Its chunk and recurrent kernels take the same
+operands: normalised q and k, log decays, fp32 states, half as many key heads as value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from samebits.bench.gpu_gdn import SCALE, SIZE, Sequences, State, integers, packed_from, poisoned
+from samebits.bench.gpu_timing import Calls, Row, medians, row
+from samebits.ops import gdn
+from samebits.ops.gdn import triton as kernels
+
+HEADS = (32, 8, 4, 16)  # value heads
+PREFILLS = ((1, 10240), (5, 2048))  # sequences, tokens of each
+DECODES = (16, 256, 1024)  # sequences
+CLOSED = 256  # sequences that are also timed where all close a chunk
+TARGETS = {4: 0.75, 8: 0.65, 32: 0.55}  # of decoding CLOSED sequences, phases spread
+
+
+def rows() -> Iterator[Row]:
+    """Forward of the core against flash-linear-attention."""
+    for heads in HEADS:
+        for count, length in PREFILLS:
+            theirs, *ours = medians(prefill_sides(heads, count, length))
+            for schedule, time in zip(gdn.SCHEDULES, ours, strict=True):
+                work = f"gdn {schedule}, prefill {count} x {length}, {heads} heads"
+                yield row(work, time, "fla chunk", theirs, 0.90)
+        for count in DECODES:
+            theirs, *ours = medians(decode_sides(heads, count))
+            for (schedule, phase), time in zip(_decodes(count), ours, strict=True):
+                target = 2.0 if phase == "closing" else None
+                if phase == "middle" and count == CLOSED:
+                    target = TARGETS.get(heads)
+                work = f"gdn {schedule}, decode {count} x 1, {phase}, {heads} heads"
+                yield row(work, time, "fla fused recurrent, fp32 state", theirs, target)
+
+
+def prefill_sides(heads: int, count: int, length: int) -> list[Calls]:
+    """Calls of flash-linear-attention, then of each schedule."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    data = _drawn(heads, [length] * count)
+    q, k, v, g, beta = data.operands
+    starts, zero, slots = (integers(x) for x in (data.starts, [0] * count, range(count)))
+    sides: list[Calls] = [[_native(chunk_gated_delta_rule, data)]]
+    for schedule in gdn.SCHEDULES:
+        state = poisoned(schedule, heads // 2, heads, count)
+        step = partial(kernels.advance, q, k, v, g, beta, state, slots, starts, zero)
+        sides.append([partial(step, SCALE, schedule)])
+    return sides
+
+
+def decode_sides(heads: int, count: int) -> list[Calls]:
+    """Calls for one token of each sequence: of flash-linear-attention, then of `_decodes`."""
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    data = _drawn(heads, [1] * count)
+    q, k, v, g, beta = data.operands
+    slots = integers(range(count))
+    phases = {
+        "middle": [n % (gdn.CHUNK - 1) for n in range(count)],
+        "closing": [gdn.CHUNK - 1] * count,
+    }
+    at = {name: integers([gdn.CHUNK + n for n in phase]) for name, phase in phases.items()}
+    states = {schedule: _used(schedule, heads, count) for schedule in gdn.SCHEDULES}
+    sides: list[Calls] = [[_native(fused_recurrent_gated_delta_rule, data, state=True)]]
+    for schedule, phase in _decodes(count):
+        step = partial(kernels.decode, q, k, v, g, beta, states[schedule], slots, at[phase])
+        sides.append([partial(step, SCALE, schedule)])
+    return sides
+
+
+def _decodes(count: int) -> list[tuple[str, str]]:
+    """Schedule and phases. `middle`: spread, no chunk closes; `closing`: every chunk closes."""
+    phases = ("middle", "closing") if count == CLOSED else ("middle",)
+    return [(schedule, phase) for schedule in gdn.SCHEDULES for phase in phases]
+
+
+def _used(schedule: str, heads: int, count: int) -> State:
+    """Left-over values of a used state, not NaN: a phase needs the rows before it."""
+    state = poisoned(schedule, heads // 2, heads, count)
+    for x in state:
+        x.normal_(0, 0.05)
+    return state
+
+
+def _drawn(heads: int, lengths: Sequence[int]) -> Sequences:
+    """Scenario `n`, drawn on the GPU: long ones take the host seconds."""
+    tokens = sum(lengths)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(tokens, *shape, device="cuda")
+
+    q, k = (
+        torch.nn.functional.normalize(normal(heads // 2, SIZE), dim=-1).bfloat16() for _ in range(2)
+    )
+    g = -0.3 * torch.rand(tokens, heads, device="cuda")
+    operands = (q, k, normal(heads, SIZE).bfloat16(), g, normal(heads).sigmoid())
+    return Sequences(operands, packed_from(lengths))
+
+
+def _native(
+    function: Callable[..., object], data: Sequences, state: bool = False
+) -> Callable[[], object]:
+    q, k, v, g, beta = (x[None] for x in data.operands)
+    shape = (len(data.lengths), v.shape[2], SIZE, SIZE)
+    return partial(
+        function, q, k, v, g, beta=beta, scale=SCALE, cu_seqlens=integers(data.starts).long(),
+        output_final_state=True,
+        initial_state=torch.randn(shape, device="cuda") * 0.05 if state else None,
+    )  # fmt: skip
