@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import pkgutil
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 
-from samebits import bits
+from triton import JITFunction
+
+from samebits import bits, ops
 from samebits.errors import Refused
 from samebits.ops import packed, registry, samples
 from samebits.ops.attention import sm90 as attention
@@ -30,6 +34,20 @@ def test_every_region_has_an_implementation_with_sources():
         assert implementation.id == f"{region}.sm90.1" and implementation.platform == "sm90"
         assert len(implementation.content_hash()) == 64
         assert any(name.endswith(".sm90") for name in implementation.modules)
+
+
+def test_every_module_with_a_kernel_is_bound():
+    bound = {name for x in registry.implementations("sm90").values() for name in x.modules}
+    names = [x.name for x in pkgutil.walk_packages(ops.__path__, "samebits.ops.")]
+    holding = {
+        value.__module__
+        for name in names
+        for value in vars(importlib.import_module(name)).values()
+        if isinstance(value, JITFunction)
+    }
+    assert {name for name in holding if name.startswith("samebits.")} - bound == {
+        "samebits.ops.gdn.triton_backward"  # gradients: no promise of bits
+    }
 
 
 def test_another_platform_is_refused():
