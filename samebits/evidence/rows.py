@@ -194,7 +194,8 @@ def _of(
 
 
 def _counts(predicate: Mapping[str, Any]) -> Iterator[str]:
-    """Rows over one set of tokens that do not count alike, or one over a part that counts more.
+    """Rows over one set of tokens that do not count alike, or hold other values, where every row
+    says that its sides are equal; and a row over a part that counts more.
 
     Rows that differ are left out: the first token that differs ends a sequence that was sampled.
     """
@@ -203,11 +204,19 @@ def _counts(predicate: Mapping[str, Any]) -> Iterator[str]:
         for record in predicate["comparisons"]
         if record["mismatches"] == 0
     }
+    # Streams of log-probabilities; those of leg F hold digests of rows.
+    streams = {
+        record["name"]: record["streams"]
+        for record in predicate["comparisons"]
+        if record["mismatches"] == 0 and record["leg"] != "F"
+    }
     layouts = [r["name"] for r in predicate["comparisons"] if r["leg"] == "D"]
     for whole, others in {**_SAME, "trainer-padded/prefill": (*_OF_ALL, *layouts)}.items():
         for name in others:
             if whole in known and known.get(name, known[whole]) != known[whole]:
                 yield f"{name}: {known[name]} tokens, of {known[whole]} in {whole}"
+            if whole in streams and streams.get(name, streams[whole]) != streams[whole]:
+                yield f"{name}: other streams than {whole}, over the same tokens"
     for name, wholes in _PARTS.items():
         for whole in wholes:
             if name in known and known[name] > known.get(whole, known[name]):

@@ -308,6 +308,24 @@ def test_rows_of_states_that_share_streams_count_alike(states, name, tokens):
     assert f"{name}: {tokens} tokens" in problem
 
 
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("trainer-packed/prefill", "trainer-padded/prefill"),
+        ("trainer-tp2/rollout-tp2", "trainer-padded/prefill"),
+        ("decode-paged/prefill", "decode-sliced/prefill"),
+        ("decode-sliced/decode-paged", "decode-sliced/prefill"),
+    ],
+)
+def test_equal_rows_over_the_same_tokens_hold_the_same_streams(states, name, whole):
+    data, recipe = states
+    for stream in row_of(data, name)["streams"]:
+        stream["left"] = stream["right"] = "e" * 64
+    assert list(rows.problems(data["predicate"], recipe)) == [
+        f"{name}: other streams than {whole}, over the same tokens"
+    ]
+
+
 def test_leg_o_counts_as_the_controls_do(states):
     data, recipe = states
     data["predicate"]["oracle"][0]["tokens"] = 10**15
