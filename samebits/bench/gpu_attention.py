@@ -7,11 +7,12 @@ prefill, every page size and a decode step. Memory that no row may read is fille
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from samebits.bench.gpu_gates import Tally
+from samebits.bench.gpu_timing import replayed
 from samebits.ops.attention import reference_sm90 as law
 from samebits.ops.attention import triton as attention
 from samebits.ops.gemm.operands_sm90 import bf16
@@ -127,20 +128,6 @@ def gate_law() -> str:
     return tally.close(("tie", "subnormal", "zero"))
 
 
-def _replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The result of a CUDA graph's second replay."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = call()
-    graph.replay()
-    y.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    return y
-
-
 def _views(tally: Tally, kind: str, q, k, v, y, source: torch.Generator) -> None:
     """Decode, slices in one batch, the whole, for every page size; with and without a graph."""
     length, scale = q.shape[0], q.shape[2] ** -0.5
@@ -168,9 +155,9 @@ def _views(tally: Tally, kind: str, q, k, v, y, source: torch.Generator) -> None
             of = torch.arange(len(steps) + 1, device="cuda").int()
             return attention.decode(q[steps], kc, vc, each, of, ends, length + 300, scale)
 
-        for run in (sliced, lambda sliced=sliced: _replayed(sliced)):
+        for run in (sliced, lambda sliced=sliced: replayed(sliced)):
             tally.require(what + ", slices", run(), y[tokens])
-        for run in (decoded, lambda decoded=decoded: _replayed(decoded)):
+        for run in (decoded, lambda decoded=decoded: replayed(decoded)):
             tally.require(what + ", decode", run(), y[steps])
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from samebits.bench.gpu_attention import pages
-from samebits.bench.gpu_public import Area, Check, gradients_of, integers, normal, probe, replayed
+from samebits.bench.gpu_public import Area, Check, gradients_of, integers, normal, probe
+from samebits.bench.gpu_timing import replayed
 from samebits.ops import (
     attention,
     conv1d,

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from samebits.bench.gpu_attention import pages
+from samebits.bench.gpu_timing import replayed
 from samebits.bits import add_digests, hex_digest
 from samebits.errors import Refused
 from samebits.ops import (
@@ -125,20 +126,6 @@ def gradients_of(call: Callable, *tensors: torch.Tensor) -> list[torch.Tensor]:
     y = call(*leaves)
     weight = torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).bfloat16()
     return list(torch.autograd.grad(y, leaves, weight.to(y.dtype)))
-
-
-def replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What a second replay of a CUDA graph leaves."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = call()
-    graph.replay()
-    y.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    return y.clone()
 
 
 def integers(*values: int) -> torch.Tensor:

@@ -30,6 +30,20 @@ def captured(calls: Calls) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What a second replay of a CUDA graph of one call leaves; the first result is wiped out."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    graph.replay()
+    y.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    return y.clone()
+
+
 def _replay(graph: torch.cuda.CUDAGraph) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

@@ -120,7 +120,7 @@ def check_parts(folder: Path, group: str, entry: dict[str, Any]) -> None:
             raise Problem("SB1101", f"{path} of group {group} is missing", required, hint)
         size = path.stat().st_size
         seen = f"{size} bytes" if size != part["size"] else f"sha256 {sha256(path)}"
-        if seen not in (f"sha256 {part['sha256']}",):
+        if seen != f"sha256 {part['sha256']}":
             raise Problem("SB1101", f"{path}: {seen}", required, hint)
 
 

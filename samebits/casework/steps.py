@@ -7,15 +7,15 @@ checks it. A ledger adds what people decided; it can stop a step, never finish o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from samebits import evidence
 from samebits import recipe as recipes
-from samebits.casework import layouts, ledger, published, writeup
+from samebits.casework import inventory, layouts, ledger, published, writeup
 from samebits.casework.create import PUBLISHED
 from samebits.contract import Contract
 from samebits.errors import (
@@ -95,8 +95,9 @@ class Case:
             return self.recorded.statement, "recorded run"
         if not self.local:
             return None
-        runs = Workspace.find().build / "runs" / self.name
-        files = sorted(runs.glob("*/evidence.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+        files = sorted(
+            self._runs.glob("*/evidence.json"), key=lambda p: p.stat().st_mtime, reverse=True
+        )
         for path in files:
             try:
                 statement = Statement.load(path)
@@ -109,11 +110,14 @@ class Case:
     @cached_property
     def inventory(self) -> dict[str, Any] | None:
         """What `samebits trace` found here with the present contract."""
-        path = Workspace.find().build / "runs" / self.name / "inventory.json"
-        if not self.local or not isinstance(self.contract, Contract) or not path.is_file():
+        if not self.local or not isinstance(self.contract, Contract):
             return None
-        found = json.loads(path.read_text())
-        return found if found["contract"] == self.contract.identity else None
+        return inventory.read(self._runs, self.contract)
+
+    @property
+    def _runs(self) -> Path:
+        """Folder of this machine's runs of the case."""
+        return Workspace.find().build / "runs" / self.name
 
     @cached_property
     def claims_ranks(self) -> bool:
@@ -228,11 +232,11 @@ def _regions(case: Case) -> Found:
     missing = [region for region in wanted if region not in case.contract.regions]
     if missing:
         return Found(OPEN, f"no contract covers {', '.join(missing)}")
-    inventory = case.inventory
-    for problem in ("unbound", "uncalled", "uncovered", "differing"):
-        if inventory and inventory[problem]:
-            return Found(OPEN, f"{problem}: {', '.join(inventory[problem])}")
-    if case.ran is None and inventory is None:
+    traced = case.inventory
+    for problem in inventory.PROBLEMS:
+        if traced and traced[problem]:
+            return Found(OPEN, f"{problem}: {', '.join(traced[problem])}")
+    if case.ran is None and traced is None:
         return _no_run(case)
     # A run in which a bound region was not served by both engines ends without a statement.
     where = case.ran[1] if case.ran else "trace of this machine"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +26,7 @@ def trace(
     region. Exit code 1: two of them differ. Exit code 3: an engine summed or multiplied outside of
     all regions, called a region that the contract does not bind, or never called one that it binds.
     """
+    from samebits.casework.inventory import PROBLEMS
     from samebits.gates import inventory
     from samebits.gates.prove import Size, locked_run
 
@@ -34,7 +36,7 @@ def trace(
         show_json(found.as_dict())
     else:
         _tables(found)
-        for name in inventory.PROBLEMS:
+        for name in PROBLEMS:
             for one in getattr(found, name):
                 print(f"- {name}: {one}")
         print(_sentence(run.recipe.case, found))
@@ -43,33 +45,30 @@ def trace(
 
 
 def _tables(found: Inventory) -> None:
-    from samebits.gates.inventory import ARMS
-
-    regions = list(dict.fromkeys(r for arm in ARMS for r in found.calls[arm]))
+    arms = list(found.calls)
+    regions = dict.fromkeys(region for calls in found.calls.values() for region in calls)
     rows = [
         [region, found.bound.get(region, "none"), *_counts(found.calls, region)]
         for region in regions
     ]
-    show_table(("region", "implementation", *ARMS), rows, right=ARMS)
-    places = sorted({place for arm in ARMS for place in found.outside[arm]})
+    show_table(("region", "implementation", *arms), rows, right=arms)
+    places = sorted({place for calls in found.outside.values() for place in calls})
     rows = [[name, kind, phase, *_counts(found.outside, (phase, kind, name))]
             for phase, kind, name in places]  # fmt: skip
     print("\nTorch operators outside of all regions that make floats:")
-    show_table(("operator", "kind", "phase", *ARMS), rows, right=ARMS)
+    show_table(("operator", "kind", "phase", *arms), rows, right=arms)
 
 
-def _counts(found, key) -> list[str]:
-    from samebits.gates.inventory import ARMS
-
-    return [str(found[arm].get(key, "")) for arm in ARMS]
+def _counts(found: Mapping[str, Mapping[Any, int]], key: Any) -> list[str]:
+    """Calls of one row of a table, arm by arm."""
+    return [str(calls.get(key, "")) for calls in found.values()]
 
 
 def _sentence(case: str, found: Inventory) -> str:
-    called = len({r for calls in found.calls.values() for r in calls})
-    forward = {p for o in found.outside.values() for p in o if p[0] == "forward"}
-    pointwise = len({name for _, kind, name in forward if kind == "pointwise"})
+    called = {region for calls in found.calls.values() for region in calls}
+    pointwise, reducing = len(found.pointwise), len(found.uncovered)
     return (
-        f"{case}: {called} regions called, {len(found.unbound)} of them not bound; outside "
-        f"of regions {pointwise} pointwise operators and {len(found.uncovered)} that reduce; "
+        f"{case}: {len(called)} regions called, {len(found.unbound)} of them not bound; outside "
+        f"of regions {pointwise} pointwise operators and {reducing} that reduce; "
         f"{len(found.differing)} of {len(found.pairs)} pairs differ"
     )

@@ -36,10 +36,6 @@ class Worker:
             raise RuntimeError("the first call must be `start`")
         return self._trainer
 
-    @staticmethod
-    def _on_gpu() -> bool:
-        return runtime.platform() == "sm90"
-
     def start(self, threads: int, **options) -> dict:
         """Make the trainer of this rank with `options` of `Trainer`; returns `info`."""
         torch.set_num_threads(threads)
@@ -56,6 +52,7 @@ class Worker:
         serves nothing that is counted, no rank has served.
         """
         binding, served = self.trainer.binding, registry.served()
+        on_gpu = self.trainer.device.type == "cuda"
         return {
             "contract_digest": self.trainer.contract_digest,
             "arithmetic": runtime.arithmetic(),
@@ -66,7 +63,7 @@ class Worker:
             **self.trainer.extent(any(served.values())),
             "step": self.trainer.step,
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "peak_gpu_bytes": torch.cuda.max_memory_allocated() if self._on_gpu() else 0,
+            "peak_gpu_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
         }
 
     def reset_served(self) -> None:

@@ -13,10 +13,10 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from samebits import files
+from samebits.casework.inventory import FILE, PROBLEMS
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.gates import capsule, workload
 from samebits.gates.locate.arms import Arm, Arms, Subject
@@ -25,7 +25,6 @@ from samebits.gates.run import Run, say
 from samebits.trace.operators import POINTWISE, REDUCES
 
 ARMS = ("prefill", "decode", "padded", "packed")
-FILE = "inventory.json"
 # The prompt is longer than a chunk of recurrent layers, and ends inside of one.
 _PROMPT, _RESPONSE, _SEED = 90, 6, 20_000
 
@@ -45,16 +44,25 @@ class Inventory:
     outside: Mapping[str, Mapping[tuple[str, str, str], int]]
     pairs: Sequence[Located]
 
-    @property
-    def uncovered(self) -> list[str]:
-        """Operators of a forward pass, outside of all regions, in which an order of sums shows."""
+    def _forward(self, wanted: str) -> list[str]:
+        """Operators of a kind in a forward pass, outside of all regions."""
         found = {
             name
             for operators in self.outside.values()
             for phase, kind, name in operators
-            if phase == "forward" and kind == REDUCES
+            if phase == "forward" and kind == wanted
         }
         return sorted(found)
+
+    @property
+    def pointwise(self) -> list[str]:
+        """Operators of a forward pass, outside of all regions, that have one order only."""
+        return self._forward(POINTWISE)
+
+    @property
+    def uncovered(self) -> list[str]:
+        """Operators of a forward pass, outside of all regions, in which an order of sums shows."""
+        return self._forward(REDUCES)
 
     @property
     def unbound(self) -> list[str]:
@@ -89,10 +97,6 @@ class Inventory:
         }
 
 
-# What a region inventory must not find.
-PROBLEMS = ("unbound", "uncalled", "uncovered", "differing")
-
-
 def take(run: Run) -> Inventory:
     """Run the four arms, and write the inventory beside the case's runs."""
     arms = Arms(_subject(run))
@@ -112,13 +116,8 @@ def take(run: Run) -> Inventory:
         pairs=[pair(found, left, right) for left, right in PAIRS],
     )
     text = json.dumps(made.as_dict(), indent=1) + "\n"
-    files.write_atomic(path_of(run.folder.parent), text.encode())
+    files.write_atomic(run.folder.parent / FILE, text.encode())
     return made
-
-
-def path_of(runs: Path) -> Path:
-    """Where the inventory of a case lies, below the folder of its runs."""
-    return runs / FILE
 
 
 def _subject(run: Run) -> Subject:

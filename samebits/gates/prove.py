@@ -527,18 +527,11 @@ def _leg_b(book: _Book, done: Mapping[str, Stage]) -> None:
     )
 
 
-# Counters of the engine without prefix cache that leg B of a model with states needs to fire.
-_IN_SLICES = (
-    "split_mid_prompt",
-    "chunk_crossed_in_decode",
-    "prefill_ends_on_chunk",
-    "prefill_ends_before_chunk",
-    "prefill_ends_after_chunk",
-    "slice_inside_chunk",
-    "two_cross_in_one_step",
-    "state_slot_reused",
-    "preempted_inside_chunk",
-)
+# Hazards of leg B of a model with states: the counters of the engine without prefix cache have the
+# same names, but for these.
+_NAMED_OTHERWISE = ("mixed_batch", "preempted", "one_token_prompt", "same_prompt_two_seeds")
+_SLICED = "decode-sliced/prefill"
+_IN_SLICES = tuple(h for h in rows.of("B", _SLICED).hazards if h not in _NAMED_OTHERWISE)
 
 
 def _leg_b_of_states(book: _Book, done: Mapping[str, Stage]) -> None:
@@ -549,7 +542,7 @@ def _leg_b_of_states(book: _Book, done: Mapping[str, Stage]) -> None:
     pages = done["rollout_paged"].streams["decode"]
     book.add(
         "B",
-        "decode-sliced/prefill",
+        _SLICED,
         compare(sliced, prefill),
         hazards={
             **{name: fired.get(name, 0) for name in _IN_SLICES},

@@ -5,23 +5,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from platforms import GPU
 
 from samebits import recipe as recipes
 from samebits.contract import platform
 from samebits.contract.build import build, differences, seal
 from samebits.errors import Refused
 from samebits.ops import gpu, registry
-
-DESCRIPTION = {
-    "kind": "sm90",
-    "machine": "x86_64",
-    "chip": "NVIDIA H200",
-    "compute_capability": "9.0",
-    "torch": "2.11.0",
-    "cuda": "13.0",
-    "triton": "3.6.0",
-    "ptxas": "12.9",
-}
 
 
 @pytest.fixture
@@ -41,7 +31,7 @@ def recipe():
 @pytest.fixture
 def gpu_machine(monkeypatch):
     monkeypatch.setattr("samebits.contract.build.require", lambda wanted: None)
-    monkeypatch.setattr("samebits.contract.build.describe", lambda kind: dict(DESCRIPTION))
+    monkeypatch.setattr("samebits.contract.build.describe", lambda kind: dict(GPU))
 
 
 @pytest.fixture
@@ -109,7 +99,7 @@ def test_a_process_of_another_platform_does_not_bind_it(built, sm90, monkeypatch
 def test_a_process_of_its_platform_binds_it(built, sm90, monkeypatch):
     monkeypatch.setenv("SAMEBITS_PLATFORM", "sm90")
     monkeypatch.setattr(platform, "require", lambda wanted: None)
-    monkeypatch.setattr(platform, "describe", lambda kind: dict(DESCRIPTION))
+    monkeypatch.setattr(platform, "describe", lambda kind: dict(GPU))
     assert built.bind("trainer", sm90).status == "known"
 
 
@@ -124,9 +114,7 @@ def test_a_description_names_chip_and_tools(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__file__=str(tool)))
     found = platform.describe("sm90")
-    assert (
-        tuple(sorted(found)) == tuple(sorted(platform.FIELDS["sm90"])) == tuple(sorted(DESCRIPTION))
-    )
+    assert tuple(sorted(found)) == tuple(sorted(platform.FIELDS["sm90"])) == tuple(sorted(GPU))
     assert (found["chip"], found["ptxas"], found["cuda"]) == ("NVIDIA H200", "12.9", "13.0")
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import yaml
-from platforms import INTENT
+from platforms import GPU, INTENT
 
 from samebits import evidence
 from samebits import recipe as recipes
@@ -15,16 +15,6 @@ from samebits.evidence import required
 from samebits.gates import capsule, semantic
 
 WHEN = {"started": "2025-01-01T00:00:00Z", "finished": "2025-01-01T00:10:00Z"}
-GPU = {
-    "kind": "sm90",
-    "machine": "x86_64",
-    "chip": "NVIDIA H200",
-    "compute_capability": "9.0",
-    "torch": "2.11.0",
-    "cuda": "13.0",
-    "triton": "3.6.0",
-    "ptxas": "12.9",
-}
 
 
 @pytest.fixture

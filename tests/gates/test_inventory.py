@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from samebits.gates import inventory
+from samebits.casework import inventory
 from samebits.gates.inventory import ARMS, Inventory
 from samebits.gates.locate.pairs import Located
 
