@@ -24,7 +24,8 @@ def trace(
 
     Decode, prefill and the trainer's padded and packed batches are traced, and compared region by
     region. Exit code 1: two of them differ. Exit code 3: an engine summed or multiplied outside of
-    all regions, called a region that the contract does not bind, or never called one that it binds.
+    all regions, called a region that the contract does not bind, never called one that it binds, or
+    no operator of its passes was seen.
     """
     from samebits.casework.inventory import PROBLEMS
     from samebits.gates import inventory
@@ -40,7 +41,7 @@ def trace(
             for one in getattr(found, name):
                 print(f"- {name}: {one}")
         print(_sentence(run.recipe.case, found))
-    problems = found.unbound or found.uncalled or found.uncovered
+    problems = any(getattr(found, name) for name in PROBLEMS)
     raise typer.Exit(1 if found.differing else 3 if problems else 0)
 
 

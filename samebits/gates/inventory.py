@@ -34,6 +34,7 @@ class Inventory:
     """What the arms of one sequence ran.
 
     calls    arm -> region -> calls of the region, in forward order
+    watched  arm -> torch operators of its forward passes, inside of regions and outside, moves too
     outside  arm -> (phase, kind, operator) -> calls outside of all regions, without moves
     pairs    what came of comparing the arms, region by region
     """
@@ -41,8 +42,14 @@ class Inventory:
     identity: str
     bound: Mapping[str, str]
     calls: Mapping[str, Mapping[str, int]]
+    watched: Mapping[str, int]
     outside: Mapping[str, Mapping[tuple[str, str, str], int]]
     pairs: Sequence[Located]
+
+    @property
+    def unwatched(self) -> list[str]:
+        """Arms of which no operator was recorded: that nothing is uncovered there says nothing."""
+        return sorted(arm for arm, count in self.watched.items() if not count)
 
     def _forward(self, wanted: str) -> list[str]:
         """Operators of a kind in a forward pass, outside of all regions."""
@@ -89,6 +96,7 @@ class Inventory:
             "contract": self.identity,
             "bound": dict(self.bound),
             "calls": {arm: dict(calls) for arm, calls in self.calls.items()},
+            "watched": dict(self.watched),
             "outside": {
                 arm: [[*place, count] for place, count in sorted(operators.items())]
                 for arm, operators in self.outside.items()
@@ -112,6 +120,7 @@ def take(run: Run) -> Inventory:
             for region in entry["regions"]
         },
         calls={name: _calls(arm) for name, arm in found.items()},
+        watched={name: _watched(arm) for name, arm in found.items()},
         outside={name: _outside(arm) for name, arm in found.items()},
         pairs=[pair(found, left, right) for left, right in PAIRS],
     )
@@ -135,6 +144,10 @@ def _subject(run: Run) -> Subject:
 
 def _calls(arm: Arm) -> dict[str, int]:
     return dict(Counter(call.region for call in arm.calls))
+
+
+def _watched(arm: Arm) -> int:
+    return sum(one.count for one in arm.operators if one.phase == "forward")
 
 
 def _outside(arm: Arm) -> dict[tuple[str, str, str], int]:

@@ -13,11 +13,14 @@ BOUND = {"embedding": "embedding.cpu.1", "gemm.row": "gemm.row.cpu.1", "logprob"
 ADD = ("forward", "pointwise", "aten.add.Tensor")
 
 
-def made(bound=BOUND, calls=CALLS, outside=ADD, pair=Located("decode", "prefill", None, None)):
+def made(
+    bound=BOUND, calls=CALLS, watched=9, outside=ADD, pair=Located("decode", "prefill", None, None)
+):
     return Inventory(
         "identity",
         bound,
         {arm: calls for arm in ARMS},
+        {arm: watched for arm in ARMS},
         {arm: {outside: 2} for arm in ARMS},
         [pair],
     )
@@ -40,6 +43,7 @@ def test_a_covered_model_has_no_problem():
             {"outside": ("forward", "reduces", "aten.mm.default")},
             {"uncovered": ["aten.mm.default"]},
         ),
+        ({"watched": 0}, {"unwatched": sorted(ARMS)}),
         ({"outside": ("sampling", "reduces", "aten.softmax.int")}, {}),
         (
             {"pair": Located("decode", "prefill", None, None, "not traced: x")},
@@ -54,7 +58,7 @@ def test_each_problem_is_named(changes, wanted):
 def test_a_region_that_one_arm_leaves_out_is_uncalled():
     found = made()
     calls = {**found.calls, "packed": {"embedding": 1}}
-    assert Inventory("i", BOUND, calls, found.outside, []).uncalled == ["gemm.row"]
+    assert Inventory("i", BOUND, calls, found.watched, found.outside, []).uncalled == ["gemm.row"]
 
 
 def test_the_file_holds_what_was_found():
