@@ -15,7 +15,7 @@ from samebits.errors import Refused
 from samebits.patching.fetch import sha256
 
 # Machine code of this processor compresses better after the first filter; the window is wide
-# enough to see two like trees.
+# enough to see two like trees of sources.
 _XZ = [
     {"id": lzma.FILTER_X86},
     {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20},
@@ -85,6 +85,7 @@ def write(
     limit      most bytes of a part
     compress   by xz; not for content that is compressed already
     old        what an earlier call returned: its parts serve where they hold the same files
+    A content that several paths share is stored once.
     Refuses SB1108 two different files for one path.
     """
     chosen: dict[str, File] = {}
@@ -108,7 +109,7 @@ def write(
     target: Any = parts
     stream: Any = lzma.LZMAFile(target, "wb", filters=_XZ) if compress else parts  # noqa: SIM115
     with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-        for path in sorted(chosen):
+        for path in _first_of_each(table):
             entry = tarfile.TarInfo(path)
             entry.size, entry.mode = len(chosen[path].content), chosen[path].mode
             archive.addfile(entry, io.BytesIO(chosen[path].content))
@@ -122,6 +123,14 @@ def write(
         "parts": parts.parts,
         "files": table,
     }
+
+
+def _first_of_each(table: dict[str, list[Any]]) -> list[str]:
+    """Paths without those whose content an earlier one has: the installer writes it to all."""
+    first: dict[str, str] = {}
+    for path, (_, digest, _) in table.items():
+        first.setdefault(digest, path)
+    return list(first.values())
 
 
 def _serves(folder: Path, parts: list[dict[str, Any]], limit: int) -> bool:

@@ -148,7 +148,13 @@ class _Joined(io.RawIOBase):
 
 
 def members(folder: Path, entry: dict[str, Any]) -> Iterator[tuple[str, bytes, int]]:
-    """(path, content, mode) of every file of a group, each compared with the manifest."""
+    """(path, content, mode) of every file of a group, each compared with the manifest.
+
+    The archive holds a content once, under the first of its paths.
+    """
+    sharing: dict[str, list[tuple[str, int]]] = {}
+    for path, (_, digest, mode) in entry["files"].items():
+        sharing.setdefault(digest, []).append((path, mode))
     joined: Any = io.BufferedReader(_Joined([folder / p["name"] for p in entry["parts"]]), 1 << 20)
     compressed = entry["compression"] == "xz"
     stream = lzma.LZMAFile(joined) if compressed else joined  # noqa: SIM115
@@ -156,7 +162,7 @@ def members(folder: Path, entry: dict[str, Any]) -> Iterator[tuple[str, bytes, i
         for member in archive:
             file = archive.extractfile(member)
             content = b"" if file is None else file.read()
-            size, digest, mode = entry["files"].get(member.name, (None, None, None))
+            size, digest, _ = entry["files"].get(member.name, (None, None, None))
             if digest != hashlib.sha256(content).hexdigest():
                 raise Problem(
                     "SB1101",
@@ -164,7 +170,8 @@ def members(folder: Path, entry: dict[str, Any]) -> Iterator[tuple[str, bytes, i
                     f"{size} bytes with sha256 {digest}",
                     f"ls -l {shlex.quote(str(folder))}",
                 )
-            yield member.name, content, mode
+            for path, mode in sharing[digest]:
+                yield path, content, mode
 
 
 # --- the host -------------------------------------------------------------------------------

@@ -110,6 +110,14 @@ def test_packages_of_the_installing_interpreter_come_last(bundle, into):
     assert path.index(str(into / "samebits")) < path.index(folders[1])
 
 
+def test_a_content_that_paths_share_is_carried_once_and_written_to_each(tmp_path):
+    paths = {"samebits/build/one/big.bin": 0o755, "samebits/build/two/big.bin": 0o644}
+    files = [File(path, BIG, mode) for path, mode in paths.items()]
+    entry = archive.write(tmp_path, "twice", files, limit=1 << 20, compress=False)
+    assert entry["size"] < 1.5 * len(BIG)
+    assert list(install.members(tmp_path, entry)) == [(p, BIG, mode) for p, mode in paths.items()]
+
+
 def test_an_installed_bundle_is_reused(bundle, into):
     run(bundle, into)
     before = inodes(into / "samebits")
