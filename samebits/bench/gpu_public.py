@@ -22,6 +22,7 @@ import torch
 
 from samebits.bench.gpu_attention import pages
 from samebits.bench.gpu_timing import replayed
+from samebits.bench.gpu_weights import check_weights
 from samebits.bits import add_digests, hex_digest
 from samebits.errors import Refused
 from samebits.ops import (
@@ -455,6 +456,7 @@ AREAS: tuple[Check, ...] = (
     check_gemm,
     check_graphs,
     check_probes,
+    check_weights,
 )
 
 

@@ -17,6 +17,7 @@ import gc
 import importlib
 import itertools
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -205,13 +206,19 @@ class Trainer:
 
     @torch.no_grad()
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(published name, whole tensor on the CPU), in forward order, the same on all ranks.
+        """(published name, whole tensor where the model is), in forward order, the same on all
+        ranks.
 
         bf16, but for the decays `A_log` of linear attention, which are fp32 as they are trained.
         Collective: every rank must run the iterator to its end. SB0612 when copies differ.
         """
-        for name, tensor in self._whole(torch.Tensor.detach):
-            yield name, tensor.cpu()
+        yield from self._whole(torch.Tensor.detach)
+
+    def export_bytes(self) -> int:
+        """Bytes of everything that `export_weights` yields, each tensor rounded up to 64."""
+        places = slots(self.arch, self.model, self.tp_size)
+        sizes = (math.prod(slot.shape) * slot.view.element_size() for slot in places)
+        return sum(-(-size // 64) * 64 for size in sizes)
 
     @torch.no_grad()
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -74,7 +74,7 @@ class Worker:
         """Load the weights of a model folder."""
         from samebits.weights.sources import open_model
 
-        self.trainer.load_weights(open_model(Path(folder)))
+        self.trainer.load_weights(open_model(Path(folder), self.trainer.device))
 
     def score(self, sequences, layout, digests):
         """See `Trainer.score`."""
@@ -100,7 +100,12 @@ class Worker:
             return None
         self.release()
         manifest = self._segment.enter_context(
-            send(tensors, step=self.trainer.step, contract_digest=self.trainer.contract_digest)
+            send(
+                tensors,
+                step=self.trainer.step,
+                contract_digest=self.trainer.contract_digest,
+                size=self.trainer.export_bytes(),
+            )
         )
         return manifest.to_json()
 

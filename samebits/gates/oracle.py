@@ -7,10 +7,14 @@ in fp32 by transformers. It shares no operator with this package.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from samebits.gates.streams import Stream
+
+if TYPE_CHECKING:
+    import torch
 
 
 def score(model_dir: Path, sequences: Sequence[Sequence[int]], device: str = "cpu") -> Stream:
@@ -29,13 +33,10 @@ def score(model_dir: Path, sequences: Sequence[Sequence[int]], device: str = "cp
     if device == "cuda":
         config._attn_implementation = "eager"
         torch.set_float32_matmul_precision("highest")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    state = {name: tensor.float() for name, tensor in open_model(model_dir)}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    if set(missing) - tied or unexpected:
-        raise RuntimeError(f"oracle weights: missing {missing}, unexpected {unexpected}")
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
+    _fill(model, open_model(model_dir, device))
     model.eval().to(device)
     stream = Stream()
     with torch.inference_mode():
@@ -47,6 +48,21 @@ def score(model_dir: Path, sequences: Sequence[Sequence[int]], device: str = "cp
             logp = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
             stream.add(index, 1, sequence[1:], logp.float().cpu().numpy())
     return stream
+
+
+def _fill(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy every tensor into its parameter, widened one by one: a second copy of all of them in
+    fp32 would not fit beside a large model."""
+    todo = dict(model.named_parameters())
+    unexpected = []
+    for name, tensor in weights:
+        parameter = todo.pop(name, None)
+        if parameter is None:
+            unexpected.append(name)
+        else:
+            parameter.data.copy_(tensor)
+    if todo or unexpected:
+        raise RuntimeError(f"oracle weights: missing {sorted(todo)}, unexpected {unexpected}")
 
 
 def distance(stream: Stream, oracle: Stream) -> tuple[int, float, float]:

@@ -15,6 +15,7 @@ import torch
 
 from samebits import bits
 from samebits.ops import jit
+from samebits.weights import wide
 
 Index = Sequence[slice | Sequence[int] | np.ndarray]
 
@@ -45,15 +46,17 @@ def tensor_checksum(
 ) -> int:
     """128-bit checksum of `x` = logical[index], where the logical tensor has `shape`.
 
-    Without `shape`, `x` is the whole tensor. Any dtype, any device; equals
-    `bits.mixsum(x, flat logical index)`. Raises ValueError when `x` does not have the size that
-    `index` selects.
+    Without `shape`, `x` is the whole tensor. Any dtype; equals `bits.mixsum(x, flat logical
+    index)`. Computed where `x` is, with one value on all devices. Raises ValueError when `x` does
+    not have the size that `index` selects.
     """
     offsets = axis_offsets(tuple(x.shape) if shape is None else tuple(shape), index)
     if tuple(x.shape) != tuple(o.size for o in offsets):
         raise ValueError(f"a shard of shape {tuple(x.shape)} does not match its index")
     if x.numel() == 0:
         return 0
+    if x.device.type != "cpu":
+        return _on_device(x.detach(), offsets)
     if not offsets:
         offsets = [np.zeros(1, np.uint64)]
     columns = offsets[-1]
@@ -69,6 +72,17 @@ def tensor_checksum(
     )
     low, high = (int(half.sum(dtype=np.uint64)) for half in sums)
     return (high << 64) | low
+
+
+def _on_device(x: torch.Tensor, offsets: list[np.ndarray]) -> int:
+    """`tensor_checksum` of a tensor that numpy cannot read, in torch's integers."""
+    rows, columns = wide.flat_index(offsets, x.device)
+    values = x.reshape(len(rows), len(columns))
+    total = torch.zeros(2, dtype=torch.int64, device=x.device)
+    for span in wide.spans(*values.shape):
+        part = wide.patterns(values[span].contiguous())
+        total += wide.mixsum(part, rows[span, None] + columns)
+    return wide.digest(total)
 
 
 def model_digest(checksums: Iterable[tuple[str, int]]) -> str:

@@ -27,9 +27,11 @@ import torch
 
 from samebits.bits import GOLDEN, splitmix64
 from samebits.errors import Refused
+from samebits.weights import wide
 from samebits.weights.checksums import Index, axis_offsets
 
 _DRAW_DEVIATION = math.sqrt(4 * (65536**2 - 1) / 12)
+_MEAN = 131070  # of the sum of four 16-bit fields
 _LN2 = 0.6931471805599453
 _BLOCK = 1 << 20
 
@@ -110,14 +112,23 @@ def _head(vocabulary: int, hidden: int, entropy_nats: float) -> Scale:
 
 
 def draw(
-    seed: int, name: str, shape: Sequence[int], scale: Scale, index: Index | None = None
+    seed: int,
+    name: str,
+    shape: Sequence[int],
+    scale: Scale,
+    index: Index | None = None,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """bf16 tensor logical[index] of the logical tensor `name` of `shape` (whole without `index`).
 
-    `index` is read as by `checksums.axis_offsets`.
+    `index` is read as by `checksums.axis_offsets`. Drawn on `device`, with the same bits on all: by
+    numpy on a CPU, by torch elsewhere.
     """
     key = np.frombuffer(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:8], "<u8")[0]
     offsets = axis_offsets(tuple(shape), index)
+    sizes = [o.size for o in offsets]
+    if torch.device(device).type != "cpu":
+        return _on_device(key, offsets, scale, torch.device(device)).view(sizes)
     flat = np.zeros((1,) * len(offsets), np.uint64)
     for axis, values in enumerate(offsets):
         flat = flat + values.reshape([-1 if a == axis else 1 for a in range(len(offsets))])
@@ -126,12 +137,28 @@ def draw(
     for start in range(0, flat.size, _BLOCK):
         block = slice(start, start + _BLOCK)
         out[block] = _values(key, flat[block], scale)
-    return torch.from_numpy(out.reshape([o.size for o in offsets])).to(torch.bfloat16)
+    return torch.from_numpy(out.reshape(sizes)).to(torch.bfloat16)
+
+
+def _on_device(
+    key: np.uint64, offsets: Sequence[np.ndarray], scale: Scale, device: torch.device
+) -> torch.Tensor:
+    """bf16 [rows, columns] of `wide.flat_index`, the values of `_values`.
+
+    Integers of at most 24 bits are exact in fp32, and so is their product with a power of two.
+    """
+    rows, columns = wide.flat_index(offsets, device)
+    out = torch.empty((len(rows), len(columns)), dtype=torch.bfloat16, device=device)
+    for span in wide.spans(*out.shape):
+        draws = wide.fields(wide.hashed(key, rows[span, None] + columns)).sub_(_MEAN)
+        integers = draws.mul_(scale.multiplier).add_(scale.offset)
+        out[span] = integers.float().mul_(2.0**-scale.exponent)
+    return out
 
 
 def _values(key: np.uint64, flat: np.ndarray, scale: Scale) -> np.ndarray:
     with np.errstate(over="ignore"):
         hashed = splitmix64(key + (flat + np.uint64(1)) * GOLDEN)
-    draws = hashed.view(np.uint16).reshape(-1, 4).sum(axis=1, dtype=np.int64) - 131070
+    draws = hashed.view(np.uint16).reshape(-1, 4).sum(axis=1, dtype=np.int64) - _MEAN
     integers = scale.offset + draws * scale.multiplier
     return np.ldexp(integers.astype(np.float32), -scale.exponent)

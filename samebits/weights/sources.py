@@ -73,15 +73,23 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, shape in _marker(folder)["tensors"].items()}
 
 
-def open_model(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a prepared model as (Hugging Face checkpoint name, bf16 tensor)."""
+def open_model(
+    folder: Path, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a prepared model as (Hugging Face checkpoint name, bf16 tensor on `device`).
+
+    One at a time: only what the caller keeps takes memory.
+    """
     for name in shapes(folder):
-        yield name, shard(folder, name)
+        yield name, shard(folder, name, device=device)
 
 
-def shard(folder: Path, name: str, index: Index | None = None) -> torch.Tensor:
+def shard(
+    folder: Path, name: str, index: Index | None = None, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """logical[index] of one bf16 tensor (`checksums.axis_offsets` says how `index` is read).
 
+    Drawn weights are made on `device`, others are moved there; the bits are the same everywhere.
     Raises Refused SB0707 for a name that the model does not have.
     """
     marker = _marker(folder)
@@ -102,7 +110,7 @@ def shard(folder: Path, name: str, index: Index | None = None) -> torch.Tensor:
             entropy_nats=float(source["entropy_nats"]),
             zero_centred=marker["model"]["architecture"] in ZERO_CENTRED,
         )
-        return counter.draw(source["seed"], name, shape, scale, index)
+        return counter.draw(source["seed"], name, shape, scale, index, device)
     from safetensors import safe_open
 
     with safe_open(folder / _WEIGHTS, "pt") as file:
@@ -111,7 +119,7 @@ def shard(folder: Path, name: str, index: Index | None = None) -> torch.Tensor:
         if isinstance(chosen, slice):
             chosen = range(*chosen.indices(shape[axis]))
         tensor = tensor.index_select(axis, torch.as_tensor(chosen, dtype=torch.long))
-    return tensor
+    return tensor.to(device)
 
 
 def _marker(folder: Path) -> dict[str, Any]:

@@ -102,15 +102,22 @@ class Manifest:
 
 @contextlib.contextmanager
 def send(
-    tensors: Iterable[tuple[str, torch.Tensor]], *, step: int, contract_digest: str
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    step: int,
+    contract_digest: str,
+    size: int = 0,
 ) -> Iterator[Manifest]:
-    """Write `tensors` (Hugging Face checkpoint name, whole tensor) into one segment.
+    """Write `tensors` (Hugging Face checkpoint name, whole tensor, any device) into one segment.
 
+    size   bytes to reserve before anything is written, where they are known: shared memory without
+           that much room is then not filled in vain
     Yields the manifest; the segment lives until the block ends. Raises Refused SB0707 for a name
-    given twice, SB0709 when neither shared memory nor the temporary folder has room.
+    given twice, SB0709 when neither shared memory nor the temporary folder (TMPDIR) has room.
     """
     segments.remove_stale(_PREFIX, (_SHARED_MEMORY, Path(tempfile.gettempdir())))
     with _Segment() as segment:
+        segment.reserve(size)
         entries: list[Entry] = []
         seen: set[str] = set()
         for name, tensor in tensors:
@@ -119,7 +126,7 @@ def send(
             if str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
                 raise _wrong_names(f"`{name}` of {tensor.dtype}", f"one of {', '.join(_DTYPES)}")
             seen.add(name)
-            tensor = tensor.detach().cpu().contiguous()
+            tensor = tensor.detach().contiguous()
             dtype = str(tensor.dtype).removeprefix("torch.")
             checksum = bits.hex_digest(tensor_checksum(tensor))
             offset = segment.append(bits.int_view(tensor).ravel().view(np.uint8).data)
@@ -133,10 +140,12 @@ def receive(
     contract_digest: str,
     names: Collection[str],
     step: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Verify the whole transfer, then return an iterator over (name, tensor).
+    """Verify the whole transfer, then return an iterator over (name, tensor on `device`).
 
-    Tensors lie in a private mapping: writing to one reaches nobody else.
+    On a CPU tensors lie in a private mapping: writing to one reaches nobody else. Elsewhere they
+    are copies, and it is the copies that were verified.
 
     `contract_digest`, `names` and `step` are the receiver's own. Raises Refused SB0706 (other
     contract), SB0707 (tensor missing, unknown or doubled), SB0708 (other step, segment gone or
@@ -153,8 +162,11 @@ def receive(
         raise _unusable(f"weights of step {manifest.step}", f"weights of step {step}")
     _check_names([entry.name for entry in manifest.entries], names)
     view = _map_segment(manifest)
+    received = []
     for entry in manifest.entries:
-        found = bits.hex_digest(tensor_checksum(_tensor(view, entry)))
+        tensor = _tensor(view, entry).to(device)
+        received.append((entry.name, tensor))
+        found = bits.hex_digest(tensor_checksum(tensor))
         if found != entry.checksum:
             raise Refused(
                 "SB0705",
@@ -162,7 +174,7 @@ def receive(
                 required=f"checksum {entry.checksum} (step {manifest.step})",
                 hint="samebits explain SB0705",
             )
-    return ((entry.name, _tensor(view, entry)) for entry in manifest.entries)
+    return iter(received)
 
 
 def _check_names(sent: list[str], expected: Collection[str]) -> None:
@@ -222,6 +234,20 @@ class _Segment:
     def __exit__(self, *_: object) -> None:
         self._file.close()
         self.path.unlink(missing_ok=True)
+
+    def reserve(self, size: int) -> None:
+        """Take memory for `size` bytes, in the next folder where this one has no room for them."""
+        if not size:
+            return
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, size)
+        except OSError as problem:
+            if problem.errno not in _FULL:
+                raise
+            if not self._folders:
+                raise self._full(size) from None
+            self._move(0, memoryview(b""))
+            self.reserve(size)
 
     def append(self, data: memoryview) -> int:
         """Write `data` at the next aligned offset and return that offset."""

@@ -3,7 +3,24 @@ import pytest
 import torch
 
 from samebits import bits
+from samebits.weights import checksums, wide
 from samebits.weights.checksums import axis_offsets, model_digest, tensor_checksum
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (1,), (130,), (131, 7), (3, 5, 7)])
+def test_torch_adds_up_to_the_slow_law(shape, dtype, monkeypatch):
+    monkeypatch.setattr(wide, "ELEMENTS", 50)
+    x = (torch.randn(shape, dtype=torch.float64) * 50).to(dtype)
+    assert checksums._on_device(x, axis_offsets(shape)) == bits.mixsum(x)
+
+
+def test_torch_sums_a_shard():
+    x = torch.randn(4, 6, 5).bfloat16()
+    index = [[1, 3], slice(2, 5), [4, 0]]
+    shard = x[np.ix_([1, 3], [2, 3, 4], [4, 0])]
+    found = checksums._on_device(shard, axis_offsets(x.shape, index))
+    assert found == tensor_checksum(shard, shape=x.shape, index=index)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8])

@@ -6,7 +6,7 @@ import torch
 
 from samebits import bits
 from samebits.errors import Refused
-from samebits.weights import counter
+from samebits.weights import counter, wide
 from samebits.weights.counter import Scale, draw, scale_of
 
 SCALE = Scale.deviation(0.05)
@@ -43,6 +43,67 @@ def test_block_length_does_not_move_bits(monkeypatch):
     whole = draw(1, "w", (40, 24), SCALE)
     monkeypatch.setattr(counter, "_BLOCK", 7)
     assert bits.equal(draw(1, "w", (40, 24), SCALE), whole)
+
+
+NAMES = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.norm.weight",
+    "model.layers.0.self_attn.q_proj.bias",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.layers.0.linear_attn.A_log",
+    "model.layers.0.linear_attn.dt_bias",
+    "model.layers.0.linear_attn.conv1d.weight",
+    "model.layers.0.linear_attn.in_proj_qkv.weight",
+)
+
+
+def by_torch(monkeypatch, name, shape, scale, index=None):
+    """The tensor as a GPU draws it, by torch's integers, here on the CPU."""
+    found = []
+
+    def spied(key, offsets, scale, device):
+        found.append(right(key, offsets, scale, torch.device("cpu")))
+        return found[-1]
+
+    right = counter._on_device
+    monkeypatch.setattr(counter, "_on_device", spied)
+    y = draw(5, name, shape, scale, index, device="meta")
+    assert len(found) == 1
+    return y
+
+
+@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_draws_the_bits_of_numpy(name, zero_centred, monkeypatch):
+    monkeypatch.setattr(wide, "ELEMENTS", 1000)  # spans that end inside of the tensor
+    one = name.endswith(("norm.weight", "bias", "A_log"))
+    shape = (1237,) if one else (37, 3, 4) if "conv1d" in name else (37, 129)
+    scale = scale_of(name, shape, tied=False, entropy_nats=2.5, zero_centred=zero_centred)
+    assert bits.equal(by_torch(monkeypatch, name, shape, scale), draw(5, name, shape, scale))
+
+
+@pytest.mark.parametrize(
+    ("shape", "index"),
+    [
+        ((), None),
+        ((7,), [[6, 0, 3]]),
+        ((40, 24), [slice(3, 40, 7), [23, 0, 5]]),
+        ((5, 6, 7), [[4, 1], slice(2, 5), [6]]),
+    ],
+)
+def test_torch_draws_any_part(shape, index, monkeypatch):
+    drawn = by_torch(monkeypatch, "w", shape, SCALE, index)
+    assert bits.equal(drawn, draw(5, "w", shape, SCALE, index))
+
+
+@pytest.mark.parametrize("key", [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_torch_draws_from_any_key_at_any_index(key):
+    """Flat indices of more than 32 bits, keys with and without the top bit."""
+    rows, columns = np.array([0, 1 << 31, 1 << 52], np.uint64), np.arange(0, 99991, 7, np.uint64)
+    drawn = counter._on_device(np.uint64(key), [rows, columns], SCALE, torch.device("cpu"))
+    values = counter._values(np.uint64(key), (rows[:, None] + columns).ravel(), SCALE)
+    assert bits.equal(drawn, torch.from_numpy(values).bfloat16().view(3, -1))
 
 
 def test_seed_and_name_both_count():

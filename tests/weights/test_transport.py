@@ -205,3 +205,42 @@ def test_full_shared_memory_moves_to_the_temporary_folder_then_refuses(folders, 
     ):
         pass
     assert not [*folders[0].iterdir(), *folders[1].iterdir()]
+
+
+def test_reserves_room_in_the_first_folder_that_has_it_or_refuses(folders, monkeypatch):
+    reserved = []
+
+    def fallocate(file, offset, size):
+        folder = Path(os.readlink(f"/proc/self/fd/{file}")).parent
+        reserved.append((folder, offset, size))
+        if size > room[folder]:
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(transport.os, "posix_fallocate", fallocate)
+    room = {folders[0]: 5000, folders[1]: 6000}
+    sent = tensors()
+    with send(sent.items(), step=0, contract_digest=DIGEST, size=5500) as manifest:
+        assert Path(manifest.segment).parent == folders[1]
+        assert not list(folders[0].iterdir())
+        got = dict(receive(manifest, contract_digest=DIGEST, names=sent.keys()))
+        assert bits.equal(got["a.weight"], sent["a.weight"])
+    assert reserved == [(folder, 0, 5500) for folder in folders]
+    with (
+        pytest.raises(Refused, match="SB0709") as caught,
+        send(sent.items(), step=0, contract_digest=DIGEST, size=7000),
+    ):
+        pass
+    assert "room for 7000 more bytes" in caught.value.required
+    assert not [*folders[0].iterdir(), *folders[1].iterdir()]
+
+
+def test_reserved_memory_that_is_not_filled_does_not_hide_a_short_transfer():
+    with send(tensors().items(), step=0, contract_digest=DIGEST, size=1 << 20) as manifest:
+        assert Path(manifest.segment).stat().st_size == 1 << 20
+        got = dict(receive(manifest, contract_digest=DIGEST, names=tensors().keys()))
+        assert bits.equal(got["b.bias"], tensors()["b.bias"])
+        target = manifest.entries[0]
+        with open(manifest.segment, "r+b") as segment:
+            segment.seek(target.offset)
+            segment.write(bytes(target.nbytes))
+        refused("SB0705", manifest)

@@ -24,7 +24,8 @@ class Loader(BaseModelLoader):
         """Fill `model` from its folder's source; Refused SB0508 where a parameter stays empty."""
         from samebits.weights import sources
 
-        weights.load(model, sources.open_model(Path(model_config.model)))
+        device = next(model.parameters()).device
+        weights.load(model, sources.open_model(Path(model_config.model), device))
 
 
 def register() -> None:

@@ -47,6 +47,7 @@ class Extension:
             contract_digest=_contract_digest(),
             names=weights.names(model),
             step=step,
+            device=next(model.parameters()).device,
         )
         return weights.load(model, tensors)
 
