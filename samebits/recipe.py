@@ -6,6 +6,7 @@ recipe has one digest. Loading needs no torch.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import yaml
 from samebits.contract import canonical
 from samebits.errors import Refused
 
+PUBLISHED = "config.json"  # in a case's folder: the configuration of the model as published
 _DECIMAL_FIELDS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
 
 
@@ -95,6 +97,27 @@ class Recipe:
     def config(self) -> Mapping[str, Any]:
         """The model's dimensions as written: integers, booleans and decimal strings."""
         return self.data["model"]["config"]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the case leaves out of the model whose published configuration lies beside it.
+
+        SB0920 where that says no number of layers.
+        """
+        path = self.folder / PUBLISHED
+        if not path.is_file():
+            return ()
+        try:
+            layers = int(json.loads(path.read_text())["num_hidden_layers"])
+        except (ValueError, KeyError, TypeError) as problem:
+            raise Refused(
+                "SB0920",
+                seen=f"{path}: {type(problem).__name__}: {problem}",
+                required="the config.json of a model on the Hugging Face hub, whole",
+                hint="samebits explain SB0920",
+            ) from None
+        fewer = layers - self.config["num_hidden_layers"]
+        return (f"{fewer} of {layers} layers",) if fewer > 0 else ()
 
     @property
     def series(self) -> Mapping[str, str]:

@@ -17,10 +17,10 @@ from samebits.casework import ledger, memory, published
 from samebits.errors import Refused, word
 from samebits.patching.series import Series
 from samebits.patching.workspace import Workspace
+from samebits.recipe import PUBLISHED
 
 TEMPLATES = {"llama": "recipe.yaml", "qwen3": "recipe.yaml", "qwen3_5_text": "hybrid.yaml"}
 PAGES = ("recipe.md", "broke.md")
-PUBLISHED = "config.json"
 NAME_LENGTH = 64  # letters; names of files and of branches are made from it
 _LAYERS = 2  # of a dense proxy; a hybrid one has an interval of full attention
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from samebits import recipe as recipes
 from samebits.casework import memory, published
-from samebits.casework.create import PUBLISHED
 from samebits.contract.fits import GDN
 from samebits.errors import Refused, word
-from samebits.recipe import Recipe
+from samebits.recipe import PUBLISHED, Recipe
 
 SIZES = (1, 2, 4, 8)  # of tensor parallelism; a plan has a power of two of leaves
 _QK_NORM = ("qwen3", "qwen3_5_text")

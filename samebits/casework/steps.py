@@ -16,7 +16,6 @@ from typing import Any
 from samebits import evidence
 from samebits import recipe as recipes
 from samebits.casework import inventory, layouts, ledger, published, writeup
-from samebits.casework.create import PUBLISHED
 from samebits.contract import Contract
 from samebits.errors import (
     EXIT_DIFFERENT,
@@ -32,7 +31,7 @@ from samebits.evidence.statement import Statement
 from samebits.evidence.verdict import DIFFERENT, EQUAL, judge_controls
 from samebits.evidence.verify import Result, changes
 from samebits.patching.workspace import Workspace
-from samebits.recipe import Recipe
+from samebits.recipe import PUBLISHED, Recipe
 
 DONE, OPEN, WAITING = "done", "open", "waiting"
 # `different`: evidence shows a difference. `not observed`: it ran, and too little happened.

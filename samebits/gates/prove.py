@@ -193,7 +193,7 @@ def state(run: Run, done: Mapping[str, Stage], *, quick: bool, started: str) -> 
         intent=describe(run.recipe.platform),
         seeds={**capsule.SEEDS, **_rl_seed(run.recipe)},
         switches=_switches(run, done),
-        not_covered=required.not_covered(run.recipe.platform),
+        not_covered=required.not_covered(run.recipe.platform, run.recipe.left_out),
     )
 
 
