@@ -9,6 +9,7 @@ from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.trainer_process import TrainerProcess
 from samebits.gates import capsule, oracle, semantic, workload
 from samebits.gates.run import Run, Stage
+from samebits.recipe import Recipe
 
 # The stress engine: a small step budget splits prompts, few pages force preemption: `stress` takes
 # two more than the longest sequence fills, unless the size of the run says how many.
@@ -24,6 +25,8 @@ _STRESS_OPTIONS = {
 _CONTROL_BUDGET = 64
 # Tokens of one forward pass of the trainer: decides memory, and how much of a chip is busy.
 _MICRO_TOKENS = {"cpu": 512, "sm90": 8192}
+# Bytes that the fp32 logits of one may take; a training step holds their gradient beside them.
+_LOGITS = 4 << 30
 # The same where layers keep a state. Without a prefix cache a prompt may be cut anywhere: slices of
 # 65 tokens alone, of 64 beside one decode, of 63 beside two, and so on.
 SLICED = {
@@ -32,8 +35,11 @@ SLICED = {
     "kv_blocks": 26,
     "prefix_caching": False,
 }
-# With a prefix cache, states are kept at the ends of pages; too few of those for sixteen requests.
-PAGED = {"max_num_batched_tokens": 640, "max_num_seqs": 16, "kv_blocks": 44}
+# With a prefix cache, states are kept at the ends of pages; too few of those for all requests.
+PAGED = {
+    "cpu": {"max_num_batched_tokens": 640, "max_num_seqs": 16, "kv_blocks": 44},
+    "sm90": {"max_num_seqs": 64, "kv_blocks": 176},
+}
 # Beside fifteen decodes a prompt gets one token of each step.
 ONE_TOKEN = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "prefix_caching": False}
 # Requests that follow it there.
@@ -54,21 +60,25 @@ def trainer(run: Run, **changes) -> TrainerProcess:
         contract=run.recipe.contract_path,
         python_paths=paths,
         platform=run.recipe.platform,
-        micro_tokens=_MICRO_TOKENS[run.recipe.platform],
+        micro_tokens=micro_tokens(run.recipe),
         **changes,
     )
     process.load(run.model)
     return process
 
 
+def micro_tokens(recipe: Recipe) -> int:
+    """Tokens of one forward pass of the trainer."""
+    return min(_MICRO_TOKENS[recipe.platform], _LOGITS // (4 * recipe.config["vocab_size"]))
+
+
 def stress(run: Run) -> dict[str, int]:
     """Settings of the stress engine for the model and the size of a run."""
-    if run.recipe.gdn_schedule is not None:
-        return SLICED
     engine = run.recipe.engine
     pages = engine["max_model_len"] // engine["block_size"] + _SPARE_PAGES
-    plain = {**STRESS, "kv_blocks": pages}
-    return {name: run.options.get(_STRESS_OPTIONS[name], value) for name, value in plain.items()}
+    plain = SLICED if run.recipe.gdn_schedule else {**STRESS, "kv_blocks": pages}
+    asked = {name: run.options.get(option) for name, option in _STRESS_OPTIONS.items()}
+    return {**plain, **{name: value for name, value in asked.items() if value is not None}}
 
 
 def rollout_stress(run: Run, requests: Sequence[capsule.Request]) -> Stage:
@@ -93,7 +103,7 @@ def rollout_stress(run: Run, requests: Sequence[capsule.Request]) -> Stage:
 
 def rollout_paged(run: Run, requests: Sequence[capsule.Request]) -> Stage:
     """Decode of a model with states from cached pages: the first request leaves its own behind."""
-    with RolloutEngine(_settings(run, **PAGED)) as engine:
+    with RolloutEngine(_settings(run, **PAGED[run.recipe.platform])) as engine:
         first = engine.generate(workload.to_engine(requests[:1]))
         completions = [*first, *engine.generate(workload.to_engine(requests[1:]))]
         facts = {"hazards": engine.stats(), "contract": engine.contract_digest()}

@@ -114,7 +114,11 @@ SETTINGS = {
     "heads of 80": ({"head_size": 80}, "SB0414"),
     "another chip": ({"capability": [8, 0]}, "SB0451"),
     "no chip": ({"capability": None}, "SB0451"),
-    "hybrid": ({"architecture": "Qwen3_5ForCausalLM"}, "SB0501"),
+    "hybrid": ({"architecture": "Qwen3_5ForCausalLM", "block_size": 960, "head_size": 256}, None),
+    "hybrid, pages of no part": (
+        {"architecture": "Qwen3_5ForCausalLM", "block_size": 24, "head_size": 256},
+        "SB0414",
+    ),
     "traced graphs": ({"cudagraph_mode": "FULL_DECODE_ONLY", "trace": "1"}, "SB0506"),
 }
 
@@ -134,3 +138,29 @@ def test_unproved_settings_on_a_gpu_are_refused_by_id(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == {name: expected for name, (_, expected) in SETTINGS.items()}
+
+
+@pytest.mark.engine
+def test_tables_of_decode_steps_stay_where_a_graph_reads_them(tmp_path):
+    model, contract = make_case(tmp_path, "qwen3", QWEN3)
+    settings = RolloutSettings(model=model, contract=contract, series="qwen3.5-tiny")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("cuda_metadata.py"))],
+        env=settings.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    padded, mixed, decode = json.loads(done.stdout.splitlines()[-1])
+    assert padded["slots"] == [5, 8, 0, 0]
+    assert padded["contexts"] == [127, 128, 0, 0]
+    assert padded["starts"] == [0, 1, 2, 2, 2]  # who pads the step owns no row
+    assert mixed["slots"] == [6, 9]
+    assert mixed["contexts"] == [128, 0]
+    assert decode["slots"] == [6, 8, 9]
+    assert decode["contexts"] == [129, 129, 30]
+    assert [step["most"] for step in (padded, mixed, decode)] == [1, 30, 1]
+    assert padded["at"] == decode["at"]
+    assert not set(mixed["at"]) & set(decode["at"])
+    assert all(step["dtypes"] == ["torch.int32"] for step in (padded, mixed, decode))

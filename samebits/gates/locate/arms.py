@@ -163,7 +163,7 @@ def _mixed(subject: Subject) -> dict[str, Arm]:
 
 def _paged(subject: Subject) -> dict[str, Arm]:
     rest = range(1, len(subject.requests))
-    settings = _settings(subject, **stages.PAGED)
+    settings = _settings(subject, **stages.PAGED[subject.run.recipe.platform])
     return {"decode-paged": _decoded(subject, settings, [range(1), rest])}
 
 

@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 
 from samebits.hooks.vllm import attention
 from samebits.hooks.vllm.attention import Metadata
+from samebits.hooks.vllm.cuda.config import PAGES
 
 
 class Builder(attention.Builder):
@@ -63,7 +64,7 @@ class PagedBackend(attention.PagedBackend):
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
         """Pages that the kernels take."""
-        return [16, 32, 64]
+        return list(PAGES)
 
     @staticmethod
     def get_builder_cls() -> type[Builder]:

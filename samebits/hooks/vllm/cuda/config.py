@@ -1,4 +1,4 @@
-"""Refusals at engine start that only a GPU needs; `hooks.vllm.config` has the common ones."""
+"""Settings and refusals at engine start that only a GPU needs; common ones: `hooks.vllm.config`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,20 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+# Tokens of the pages that the attention kernels take; vLLM cuts longer ones into the largest.
+PAGES = (16, 32, 64)
+
+
+def settle(vllm_config: VllmConfig) -> None:
+    """The control's recurrent layers prefill by vLLM's own kernels, not by FlashInfer's, which
+    nothing here pins or installs."""
+    if isinstance(vllm_config.additional_config, dict):
+        vllm_config.additional_config["gdn_prefill_backend"] = "triton"
+
+
 def check(vllm_config: VllmConfig, capability) -> None:
     """Raise `Refused` for the first setting outside what is proved on a GPU (SB0451, SB0414,
-    SB0501, SB0504, SB0506). The order of tokens in a step, and so what is observed, needs the
+    SB0504, SB0506). The order of tokens in a step, and so what is observed, needs the
     synchronous scheduler in both modes; all else binds the aligned mode only.
     """
     model = vllm_config.model_config
@@ -40,14 +51,14 @@ def _refuse(error_id: str, seen: str, required: str) -> None:
 def _check_model(vllm_config: VllmConfig, model) -> None:
     from samebits.ops.attention.triton import require_geometry
 
-    if set(model.architectures) & set(HYBRID):
-        _refuse("SB0501", f"{model.architectures} on a GPU", "a model without recurrent layers")
-    size = model.get_head_size()
+    size, page = model.get_head_size(), vllm_config.cache_config.block_size
+    if set(model.architectures) & set(HYBRID):  # whose pages are as large as a state
+        page = next((part for part in reversed(PAGES) if page % part == 0), page)
     require_geometry(
         model.get_num_attention_heads(vllm_config.parallel_config),
         model.get_num_kv_heads(vllm_config.parallel_config),
         size,
-        vllm_config.cache_config.block_size,
+        page,
         size**-0.5,
     )
 

@@ -35,6 +35,7 @@ class CudaPlatform(VllmCudaPlatform):
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "samebits.hooks.vllm.cuda.worker.CudaWorker"
         super().check_and_update_config(vllm_config)
+        cuda_config.settle(vllm_config)
         scheduler.scheduler_cls = (
             scheduler.scheduler_cls or "samebits.hooks.vllm.scheduler.Scheduler"
         )

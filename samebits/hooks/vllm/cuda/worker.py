@@ -47,6 +47,8 @@ class CudaWorker(Hooked, Worker):
 def products(model: Any) -> Iterator[tuple[int, int, int, torch.dtype]]:
     """(N, K, leaves, output) of every matrix product of this rank, as `gemm.sm90.admit` takes."""
     for module in model.modules():
+        if isinstance(module, LinearBase) and module.weight.dim() != 2:
+            continue  # the convolution of a recurrent layer, whose weight vLLM keeps in one
         if isinstance(module, RowParallelLinear):
             leaves = runtime.contract().plan("gemm.row").local(module.tp_size).leaves
             output = torch.bfloat16 if module.tp_size == 1 else torch.float32

@@ -12,8 +12,9 @@ def register() -> None:
     """Name the hybrid model class to vLLM, which imports it when a model asks for it."""
     from vllm.model_executor.models import ModelRegistry
 
+    module = "cuda.gdn" if runtime.platform() == "sm90" else "gdn.model"
     ModelRegistry.register_model(
-        "Qwen3_5ForCausalLM", "samebits.hooks.vllm.gdn.model:Qwen3_5ForCausalLM"
+        "Qwen3_5ForCausalLM", f"samebits.hooks.vllm.{module}:Qwen3_5ForCausalLM"
     )
     if runtime.aligned():
         from samebits.hooks.vllm.gdn import norm

@@ -21,6 +21,11 @@ from samebits.hooks.vllm.weights import Shard
 class AlignedAttention(Qwen3NextAttention):
     """hidden_states [T, H] -> output [T, H]; the gate is applied in fp32 with one rounding."""
 
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM's kernel for norms, rotation and gate in one; on a GPU it is the default.
+        self.use_fused_qk_norm_rope_gate = False
+
     def forward(
         self, positions: torch.Tensor, output: torch.Tensor, hidden_states: torch.Tensor
     ) -> None:
@@ -32,7 +37,7 @@ class AlignedAttention(Qwen3NextAttention):
         output[:], _ = self.o_proj(output_gate.output_gate(self.attn(q, k, v), gate))
 
 
-class _DeltaNet(QwenGatedDeltaNetAttention):
+class DeltaNet(QwenGatedDeltaNetAttention):
     """Project, compute the core over the paged state, norm with a gate, project."""
 
     def __init__(self, *args, **kwargs) -> None:
@@ -128,7 +133,7 @@ class _DeltaNet(QwenGatedDeltaNetAttention):
             yield Shard(f"{path}.norm.weight", tuple(norm.shape), (everything,), norm)
 
 
-class AlignedDeltaNet(_DeltaNet):
+class AlignedDeltaNet(DeltaNet):
     """The contract's schedule: bits of a row depend on its own sequence and position only."""
 
     def core(self, qkv, b, a, step):
@@ -152,6 +157,7 @@ class AlignedDeltaNet(_DeltaNet):
             *tables,
             self.head_k_dim**-0.5,
             state.schedule(),
+            most=step.most,
         )
 
     def gated_norm(self, x, z):
@@ -162,7 +168,7 @@ class AlignedDeltaNet(_DeltaNet):
         return gated_rms_norm.gated_rms_norm(x, z, self.norm.weight.data, self.norm.eps, wide=wide)
 
 
-class StockDeltaNet(_DeltaNet):
+class StockDeltaNet(DeltaNet):
     """Upstream's pair on a host without its kernels: a chunk form for slices, a recurrence for
     single tokens. vLLM ships a torch convolution for such hosts, transformers a torch core."""
 
@@ -233,6 +239,10 @@ def attention_class() -> type[Qwen3NextAttention]:
     return AlignedAttention if runtime.aligned() else Qwen3NextAttention
 
 
-def delta_net_class() -> type[_DeltaNet]:
-    """Class of recurrent layers for this process's arithmetic."""
+def delta_net_class() -> type[DeltaNet]:
+    """Class of recurrent layers for this process's arithmetic and platform."""
+    if runtime.platform() == "sm90":
+        from samebits.hooks.vllm.cuda import gdn
+
+        return gdn.AlignedDeltaNet if runtime.aligned() else gdn.StockDeltaNet
     return AlignedDeltaNet if runtime.aligned() else StockDeltaNet

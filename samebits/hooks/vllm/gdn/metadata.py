@@ -16,11 +16,13 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 @dataclass
 class Metadata:
     """slots [R]: page of each request's state; query_start_loc [R + 1]; context_lens [R]: tokens
-    before this step, so that the position of a row is absolute, whatever the scheduler cut."""
+    before this step, so that the position of a row is absolute, whatever the scheduler cut. No
+    request has more than `most` rows, as the host knows."""
 
     slots: torch.Tensor
     query_start_loc: torch.Tensor
     context_lens: torch.Tensor
+    most: int
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -46,7 +48,10 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         )
         counts = common.query_start_loc[1:] - common.query_start_loc[:-1]
         return Metadata(
-            pages[:, 0].long(), common.query_start_loc.long(), (common.seq_lens - counts).long()
+            pages[:, 0].contiguous(),
+            common.query_start_loc,
+            common.seq_lens - counts,
+            common.max_query_len,
         )
 
 
