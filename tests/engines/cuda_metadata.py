@@ -1,4 +1,4 @@
-"""Runs in a process with the patched tree: tables of recurrent layers as a GPU's builder makes them.
+"""Runs in a process with the patched tree: tables of recurrent layers by a GPU's builder.
 
 Prints JSON, step by step: slots, starts, context lengths, most rows of a request, and where slots
 and context lengths lie. Tensors are on the CPU: the builder asks for no device of its own.

@@ -25,7 +25,6 @@ from samebits import runtime
 from samebits.hooks.vllm.gdn import layers, metadata, model
 from samebits.hooks.vllm.gdn.metadata import Metadata
 
-
 _TUNED = (chunk_delta_h, chunk_o, chunk_scaled_dot_kkt, cumsum, solve_tril, wy_fast)
 
 
