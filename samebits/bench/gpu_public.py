@@ -36,9 +36,9 @@ from samebits.ops import (
     silu_mul,
 )
 from samebits.ops.attention import reference_sm90 as attention_law
+from samebits.ops.gemm import reference_sm90, smallest_sm90
 from samebits.ops.gemm import sm90 as products
-from samebits.ops.gemm import smallest_sm90
-from samebits.ops.gemm.operands_sm90 import bf16, differing, operands, source
+from samebits.ops.gemm.operands_sm90 import KINDS, bf16, bias_for, differing, operands, source
 from samebits.ops.logprob import reference_sm90 as logprob_law
 from samebits.ops.logprob import triton as logprob_kernels
 from samebits.ops.rms_norm import reference_sm90 as rms_law
@@ -223,7 +223,7 @@ def _product(shape: tuple[int, int, int, torch.dtype]) -> Callable[..., torch.Te
 
 
 def check_gemm(area: Area) -> None:
-    """Rows alone, batches, tails, strides, bias, halves of a sum as ranks hold them; gradients."""
+    """Rows alone, batches, tails, strides, halves of a sum as ranks hold them; gradients."""
     for seed, shape in enumerate(SHAPES):
         n, k, leaves, dtype = shape
         call, what = _product(shape), f"{n} x {k}, {leaves} leaves"
@@ -243,8 +243,6 @@ def check_gemm(area: Area) -> None:
     area.same("a strided x", gemm.linear(wide, w), y)
     area.same("three dimensions", gemm.linear(x.view(7, 10, -1), w).view(70, -1), y)
     area.true("an empty batch has another shape", gemm.linear(x[:0], w).shape == (0, WIDTH))
-    bias = w[:, 0].contiguous()
-    area.same("bias", gemm.linear(x, w, bias), (y.float() + bias.float()).bfloat16())
     area.same("4 columns", gemm.linear(x, w[:4].contiguous()), y[:, :4])
     x, w = operands("normal", 70, WIDTH, HIDDEN, source(10))
     exact = gradients_of(lambda x, w: x @ w.t(), x.double(), w.double())
@@ -255,6 +253,51 @@ def check_gemm(area: Area) -> None:
     ):
         for side, ours, law in zip("xw", gradients_of(call, x, w), exact, strict=True):
             area.close(f"d{side} {name}", ours, law)
+
+
+# With a bias: a model's own shape, one whose tiles are pinned for speed, tails of N and K.
+BIASED = ((WIDTH, HIDDEN), (6144, 4096), (20, 40), (64, 16))
+
+
+def check_bias(area: Area) -> None:
+    """Products with a bias: against the law, rows alone, in a graph; gradients; refusals."""
+    for n, k in BIASED:
+        products.admit(n, k, 1, biased=True)
+    found = [one for one in products.admitted() if one.bias]
+    area.checks += len(found)
+    area.elements += sum(one.elements for one in found)
+    area.true("a shape was not listed", len(found) == len(BIASED))
+    for seed, (n, k) in enumerate(BIASED):
+        for kind in KINDS:
+            random = source(seed)
+            (x, w), bias = operands(kind, 600, n, k, random), bias_for(kind, n, random)
+            law = smallest_sm90.accumulate(x, w, ReductionPlan(1)) + bias.float()
+            y, what = gemm.linear(x, w, bias), f"{n} x {k}, {kind}"
+            area.same(what, y, law.bfloat16())
+            for first, last in ((0, 1), (17, 25), (3, 90), (100, 355), (0, 599)):
+                part = gemm.linear(x[first:last], w, bias)
+                area.same(f"{what}, rows {first} to {last}", part, y[first:last])
+    x, w = operands("normal", 70, WIDTH, HIDDEN, source(10))
+    bias = bias_for("normal", WIDTH, source(11))
+    small = reference_sm90.linear(x[:9, :48].cpu(), w[:40, :48].cpu(), bias[:40].cpu())
+    ours = gemm.linear(x[:9, :48], w[:40, :48].contiguous(), bias[:40])
+    area.same("the integer law", ours, small)
+    y = gemm.linear(x, w, bias)
+    area.true("rounded once", not torch.equal(y, gemm.linear(x, w) + bias))
+    area.same("an odd address", gemm.linear(x, w[1:], bias[1:]), y[:, 1:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = gemm.linear(x, w, bias)
+    bias.mul_(2)
+    graph.replay()
+    area.same("replayed with another bias", replayed, gemm.linear(x, w, bias))
+    exact = gradients_of(lambda x, w, b: x @ w.t() + b, x.double(), w.double(), bias.double())
+    for side, ours, law in zip("xwb", gradients_of(gemm.linear, x, w, bias), exact, strict=True):
+        area.close(f"d{side} linear", ours, law)
+    area.refuses("SB0420", lambda: gemm.linear(x, w, bias.float()))
+    area.refuses("SB0421", lambda: gemm.linear(x, w, bias[1:]))
+    area.refuses("SB0413", lambda: gemm.linear(x, w, w[:, 0]))
+    area.served("gemm.bias")
 
 
 def check_attention(area: Area) -> None:
@@ -434,7 +477,7 @@ def check_graphs(area: Area) -> None:
 
 def check_probes(area: Area) -> None:
     """Known-answer probes of a dense model, twice; the answers are shown."""
-    probe(area, registry.DENSE)
+    probe(area, registry.BIASED)
 
 
 def probe(area: Area, regions: tuple[str, ...]) -> None:
@@ -454,6 +497,7 @@ AREAS: tuple[Check, ...] = (
     check_attention,
     check_admission,
     check_gemm,
+    check_bias,
     check_graphs,
     check_probes,
     check_weights,

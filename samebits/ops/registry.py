@@ -32,6 +32,9 @@ DENSE = (
     "logprob",
 )
 
+# The same, with a bias on the projection of queries, keys and values and nowhere else.
+BIASED = (*DENSE[:2], "gemm.bias", *DENSE[2:])
+
 # Gated DeltaNet layers beside gated full attention; norms over the hidden size are zero-centred.
 HYBRID = (
     "embedding",
@@ -51,10 +54,10 @@ HYBRID = (
     "logprob",
 )
 
-_BY_ARCHITECTURE = {"llama": DENSE, "qwen3": DENSE, "qwen3_5_text": HYBRID}
+_BY_ARCHITECTURE = {"llama": DENSE, "qwen2": BIASED, "qwen3": DENSE, "qwen3_5_text": HYBRID}
 
 # Every region that a contract can bind.
-REGIONS = tuple(dict.fromkeys(DENSE + HYBRID))
+REGIONS = tuple(dict.fromkeys(BIASED + HYBRID))
 
 # The operator packages that register implementations when imported.
 OPERATORS = (

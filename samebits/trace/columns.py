@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-# Products that one engine computes at once and the other in parts.
-MERGED = ("gemm.column", "gdn.l2_norm")
+# Products whose columns ranks split.
+PRODUCTS = ("gemm.column", "gemm.bias")
+# What one engine computes at once and the other in parts.
+MERGED = (*PRODUCTS, "gdn.l2_norm")
 # Regions whose weights are split over ranks by rows, so that digests of the parts add up.
-_ROWS_SPLIT = ("embedding", "gemm.column", "gemm.lm_head", "gdn.conv", "gdn.gate")
+_ROWS_SPLIT = ("embedding", *PRODUCTS, "gemm.lm_head", "gdn.conv", "gdn.gate")
 
 
 class Columns:
@@ -50,15 +52,15 @@ class Columns:
         first    of a layer's products (the other one is the MLP's)
         linear   in a linear layer
         """
-        if region == "gemm.column" and not first:
+        if region in PRODUCTS and not first:
             return (1, 1)
         if linear:
             return self._linear.get(region, (1,))
-        return self._attention if region == "gemm.column" else (1,)
+        return self._attention if region in PRODUCTS else (1,)
 
     def order(self, region: str, *, first: bool, linear: bool) -> np.ndarray | None:
         """Columns of the joined output in the common order, None where they are in it."""
-        return self._order if region == "gemm.column" and first and not linear else None
+        return self._order if region in PRODUCTS and first and not linear else None
 
 
 def _by_heads(heads: int, kv_heads: int, size: int, gates: int) -> np.ndarray:

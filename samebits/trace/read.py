@@ -125,8 +125,8 @@ def _layer(group: Sequence[tuple[Call, ...]], columns: Columns | None) -> list[C
     calls, products, split = [], 0, False
     for parts in merged:
         region = parts[0].region
-        products += region == "gemm.column"
-        split = split or region == "gemm.column"
+        products += region in layouts.PRODUCTS
+        split = split or region in layouts.PRODUCTS
         if region == "gemm.row" or not split:
             calls.append(_copied(parts))
         elif columns is None:

@@ -53,6 +53,8 @@ REGIONS = {
     "norm.gated": Region("ops.gated_rms_norm", ("gated_rms_norm",), inputs=(0, 1), weights=(2,)),
     "gemm.lm_head": Region("ops.gemm", ("lm_head",), weights=(1,)),
 }
+# The same function with a third operand. Ranks split its entries, so each is digested by itself.
+BIASED = Region("ops.gemm", ("linear",), weights=(1, 2))
 # Regions of which every rank is given its columns of one row: digests of the parts add up.
 _BY_COLUMNS = ("gemm.row", "norm.rms", "norm.rms_zero_centred", "rope", "attention")
 # In the trainer the row-parallel product is wrapped where ranks meet, so that a fault that takes
@@ -119,10 +121,13 @@ class _Recorder:
             self._inside = True
             try:
                 output = function(*args, **kwargs)
-                zero_centred = name == "norm.rms" and kwargs.get("zero_centred")
-                shown = "norm.rms_zero_centred" if zero_centred else name
+                shown, seen = name, region
+                if name == "norm.rms" and kwargs.get("zero_centred"):
+                    shown = "norm.rms_zero_centred"
+                elif name == "gemm.column" and args[2:] and args[2] is not None:
+                    shown, seen = "gemm.bias", BIASED
                 with contextlib.suppress(FileNotFoundError):  # the driver has what it wants
-                    self._see(shown, region, called, args, output)
+                    self._see(shown, seen, called, args, output)
             finally:
                 self._inside = False
             return output
@@ -245,7 +250,8 @@ class _Recorder:
         """`digests.of_weight`, taken once in a recording."""
         key = (weight.data_ptr(), tuple(weight.shape), column)
         if key not in self._weights:
-            by_value = name == "gdn.gate"  # ranks split heads, and one head has one value
+            # Ranks split heads and columns, of which each has one value.
+            by_value = name == "gdn.gate" or (name == "gemm.bias" and weight.dim() == 1)
             self._weights[key] = digests.of_weight(weight, column, by_value=by_value)
         return self._weights[key]
 

@@ -196,6 +196,23 @@ def test_ranks_are_joined_into_what_one_rank_computes(tmp_path, calls, whole):
     assert trace.first_difference(whole, b) is None
 
 
+def test_a_product_with_a_bias_is_joined_as_one_without(tmp_path, calls):
+    biased = [("gemm.bias" if parts == (Q, K, K) else r, o, parts) for r, o, parts in calls]
+    _write(tmp_path / "whole", biased)
+    for rank in range(2):
+        _write(tmp_path / "b" / f"rank{rank}", _shards(biased, rank))
+    whole, b = (trace.load(tmp_path / name, ROLLOUT) for name in ("whole", "b"))
+    assert [call.region for call in whole].count("gemm.bias") == 2
+    assert trace.first_difference(whole, b) is None
+    assert b[2].operands["weight"].tolist() == [7 + 7]
+    where = {"first": True, "linear": False}
+    for columns in (ROLLOUT, TRAINER):
+        assert columns.sections("gemm.bias", **where) == columns.sections("gemm.column", **where)
+    assert np.array_equal(
+        TRAINER.order("gemm.bias", **where), TRAINER.order("gemm.column", **where)
+    )
+
+
 def test_digests_of_what_ranks_hold_are_added(tmp_path, calls):
     for rank in range(2):
         folder = tmp_path / f"rank{rank}"

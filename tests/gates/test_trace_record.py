@@ -203,6 +203,26 @@ def test_padded_sequences_are_taken_apart(operators):
     assert trace.first_difference(a, b) is None
 
 
+def test_a_product_with_a_bias_is_a_region_of_its_own(operators):
+    """Its bias is an operand as its weight is, in any order of the columns."""
+    from samebits.ops import gemm
+
+    x, w, bias = samples.bf16((2, 8), 1), samples.bf16((6, 8), 2), samples.bf16((6,), 3)
+    other, order = bias.clone(), torch.tensor([3, 1, 0, 2, 5, 4])
+    other[4] *= 2
+    model, found = Model(), []
+    for weight, shift in ((w, bias), (w[order], bias[order]), (w, other), (w, None)):
+        trace.start(operators, WANTED[:2])
+        model.step([(WANTED[:2], 0, [1])])
+        gemm.linear(x, weight, shift)
+        kept = operators.rename(operators.with_name(f"kept{len(found)}"))
+        (path,) = kept.glob("0000-0013.*.npz")
+        found.append((path.name.split(".", 1)[1], np.load(path)["weight"].tolist()))
+    regions, digest = zip(*found, strict=True)
+    assert regions == (*["gemm.bias.npz"] * 3, "gemm.column.npz")
+    assert digest[0] == digest[1] and len({*map(str, digest)}) == 3
+
+
 def test_weights_digest_alike_in_any_order_of_rows():
     rows = np.random.default_rng(0).integers(0, 65536, (6, 8)).astype(np.uint16)
     total = digests.of_rows(rows).sum(dtype=np.uint64)

@@ -69,7 +69,7 @@ def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
     signature, constexprs, attrs = {}, {}, {}
     for position, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if name in constants:
+        if name in constants or value is None:  # a launch drops what is None
             signature[name] = "constexpr"
             constexprs[(position,)] = value
         elif isinstance(value, TensorDescriptor | gluon.TensorDescriptor):

@@ -75,6 +75,23 @@ def products() -> Errors:
     return found
 
 
+def biased() -> Errors:
+    """Every tile with a bias that ends inside of a tile; columns beyond it stay zero."""
+    found = {}
+    n, k = 40, 72
+    torch.manual_seed(n)
+    for tile in admission.tiles_of((n, k, 1, torch.bfloat16)):
+        for m in (1, min(tile.rows, tile.bm + 3)):
+            x, w, bias = torch.randn(m, k), torch.randn(n - 3, k), 10 * torch.randn(n - 3)
+            y = torch.full((m, n), torch.nan)
+            gemm.launch(tile, x, w, y, 1, bias)
+            found[f"{m} by {tile.bm} x {tile.bn} x {tile.bk}"] = error(
+                y[:, :-3], x.double() @ w.double().T + bias
+            )
+            assert not y[:, -3:].any()
+    return found
+
+
 def rows() -> Errors:
     """Norms, rotary (there and back), the activation and the gate."""
     torch.manual_seed(3)
@@ -205,7 +222,7 @@ def attended() -> Errors:
 
 def main() -> None:
     prepare()
-    parts = (products, rows, log_probabilities, digests, attended)
+    parts = (products, biased, rows, log_probabilities, digests, attended)
     json.dump({part.__name__: part() for part in parts}, sys.stdout)
 
 

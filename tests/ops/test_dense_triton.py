@@ -14,12 +14,14 @@ pytest.importorskip("triton")
 
 import compiled_sm90
 
+from samebits.errors import Refused
 from samebits.ops import gpu
 from samebits.ops.attention import sm90 as attention_sm90
 from samebits.ops.attention import triton as attention
 from samebits.ops.gemm import admission_sm90 as admission
 from samebits.ops.gemm import kernels_sm90
 from samebits.ops.gemm import triton as gemm
+from samebits.ops.gemm.operands_sm90 import KINDS
 from samebits.ops.logprob import triton as logprob
 from samebits.ops.output_gate import triton as output_gate
 from samebits.ops.rms_norm import triton as rms_norm
@@ -28,7 +30,14 @@ from samebits.ops.silu_mul import triton as silu_mul
 from samebits.plan import ReductionPlan
 
 # What of `dense_interpreted.py` has to be there, and how large its errors may be: fp32 sums.
-COUNTS = {"products": 24, "rows": 6, "log_probabilities": 14, "digests": 2, "attended": 3}
+COUNTS = {
+    "products": 24,
+    "biased": 8,
+    "rows": 6,
+    "log_probabilities": 14,
+    "digests": 2,
+    "attended": 3,
+}
 TOLERANCE = 3e-6
 SHARED = 227 << 10  # bytes of shared memory that a block of sm90 can have
 
@@ -141,6 +150,42 @@ def test_every_unpinned_tile_compiles_for_sm90(no_gpu, shape):
     for _, arguments in recorder.calls:
         code = compiled_sm90.compiled(recorder.kernel, arguments)
         assert code.asm["cubin"] and code.metadata.shared <= SHARED
+
+
+# With a bias: tiles of the pinned table, tails of N, and a chain of one step.
+BIASED = ((6144, 4096), (960, 576), (20, 40), (64, 16))
+
+
+@pytest.mark.parametrize("n, k", BIASED)
+def test_every_tile_compiles_with_a_bias(no_gpu, n, k):
+    tiles = admission.biased_tiles_of((n, k, 1, torch.bfloat16))
+    assert [t.rows for t in tiles] == sorted({t.rows for t in tiles}) and tiles[-1].rows >= 1 << 24
+    with compiled_sm90.recorded(kernels_sm90) as recorders:
+        for tile in tiles:
+            y = torch.empty(300, -(-n // 8) * 8, dtype=torch.bfloat16)
+            gemm.launch(tile, bf16(300, k), bf16(n, k), y, 1, bf16(n))
+    (recorder,) = [r for r in recorders if r.calls]
+    for tile, (_, arguments) in zip(tiles, recorder.calls, strict=True):
+        assert len(arguments["bias_ptr"]) == arguments["N"] == -(-n // 8) * 8
+        code = compiled_sm90.compiled(recorder.kernel, arguments)
+        assert code.asm["cubin"] and code.metadata.shared <= SHARED, tile
+        # One addition for each accumulator: none became the start of its chain.
+        assert code.asm["ptx"].count("add.f32") == tile.bm * tile.bn // (32 * tile.warps), tile
+
+
+def test_no_pinned_shape_is_used_with_a_bias_before_its_own_test(no_gpu, monkeypatch):
+    met = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(admission, "_tested", lambda *args: met.append(args) or 1)
+    admission.admit(6144, 4096, 1)  # pinned
+    with pytest.raises(Refused, match="SB0454"):
+        admission.admit(6144, 4096, 1, biased=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(admission, "_admitted", {})
+    admission.admit(6144, 4096, 1, biased=True)
+    (made,) = admission.admitted()
+    assert made.bias and len(met) == len(KINDS) and all(args[-1] for args in met)
+    assert admission.tile_for(4, (6144, 4096, 1, torch.bfloat16), biased=True) == made.tiles[1]
 
 
 def test_sequences_of_one_length_are_one_run():

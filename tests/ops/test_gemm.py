@@ -233,16 +233,118 @@ def test_leading_dimensions_strides_and_empty_batches():
     assert gemm.linear(x[:0], w).shape == (0, 3, 8)
 
 
-def test_bias_is_a_second_rounding():
-    x, w, b = normal(4, 64), normal(8, 64, seed=1), normal(8, seed=2)
-    assert same(gemm.linear(x, w, b), (gemm.linear(x, w).float() + b.float()).bfloat16())
+@pytest.mark.parametrize("low,high", RANGES)
+@pytest.mark.parametrize("shape", [(1, 7, 64), (5, 10, 83), (3, 3, 1), (66, 5, 40)])
+def test_bits_with_a_bias_equal_the_reference(shape, low, high):
+    rows, width, length = shape
+    x, w = samples.bf16((rows, length), 1, low, high), samples.bf16((width, length), 2, low, high)
+    # Of the size of the products, where bf16 reaches that far.
+    least = max(2 * low, -126)
+    bias = samples.bf16((width,), 3, least, max(2 * high, least + 4))
+    bias[:2] = torch.tensor([0.0, -0.0])
+    ours, law = gemm.linear(x, w, bias), reference.linear(x, w, bias)
+    assert same(ours, law)
+    assert not same(ours, gemm.linear(x, w))
 
 
-@pytest.mark.parametrize("call", ["linear", "lm_head", "row"])
+def test_a_bias_is_added_before_the_only_rounding():
+    x, w, bias = normal(64, 64), normal(80, 64, seed=1), normal(80, seed=2)
+    once = (gemm.lm_head(x, w) + bias.float()).bfloat16()
+    twice = (gemm.linear(x, w).float() + bias.float()).bfloat16()
+    assert same(gemm.linear(x, w, bias), once) and not same(once, twice)
+
+
+def test_ties_with_a_bias_round_to_even():
+    x, w = torch.tensor([[2.0**-8], [3 * 2.0**-8], [-(2.0**-8)]]).bfloat16(), torch.ones(2, 1)
+    bias = torch.tensor([1.0, -1.0]).bfloat16()
+    out = gemm.linear(x, w.bfloat16(), bias)
+    # 1 - 2**-8 is a bf16 value: below 1 they lie twice as close.
+    assert out[:, 0].tolist() == [1.0, 1.0 + 2.0**-6, 1 - 2.0**-8]
+    assert out[:, 1].tolist() == [-1 + 2.0**-8, -1 + 3 * 2.0**-8, -1.0]
+
+
+def test_a_bias_of_zero_keeps_the_sign_that_ieee_gives():
+    # The sum is -0 where every lane is; only -0 + -0 is -0.
+    x, w = torch.full((1, 16), 2.0**-100).bfloat16(), torch.full((2, 16), -(2.0**-100)).bfloat16()
+    bias = torch.tensor([-0.0, 0.0]).bfloat16()
+    out = gemm.linear(x, w, bias)
+    assert torch.signbit(out).tolist() == [[True, False]] and (out == 0).all()
+    assert same(out, reference.linear(x, w, bias))
+
+
+def test_subnormal_biases_and_sums_are_kept():
+    x, w = samples.bf16((4, 64), 1, -70, -66), samples.bf16((6, 64), 2, -70, -66)
+    bias = torch.tensor([2.0**-133, -(2.0**-130), 2.0**-127, 0.0, -0.0, 2.0**-126]).bfloat16()
+    out = gemm.linear(x, w, bias)
+    assert (out[:, 1:3] != 0).all() and (out.abs() < torch.finfo(torch.float32).tiny).any()
+    assert same(out, reference.linear(x, w, bias))
+
+
+def test_infinities_and_nan_of_a_bias_pass():
+    x, w = normal(3, 32), normal(4, 32, seed=1)
+    bias = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0]).bfloat16()
+    x[1, 3], w[:, 3] = torch.inf, 1.0
+    out = gemm.linear(x, w, bias)
+    assert (out[0, 0], out[0, 1]) == (torch.inf, -torch.inf) and out[:, 2].isnan().all()
+    assert out[1].isnan().tolist() == [False, True, True, False]  # inf - inf
+    assert same(out[2, 3], reference.linear(x, w, bias)[2, 3])
+
+
+@pytest.mark.parametrize("width,length", [(960, 576), (55, 1536)])
+def test_with_a_bias_a_row_does_not_see_its_batch_nor_a_column_its_shard(width, length):
+    w, row, bias = normal(width, length, seed=1), normal(1, length), normal(width, seed=2)
+    alone = gemm.linear(row, w, bias)[0]
+    for rows, at in ((2, 1), (3, 0), (5, 4), (17, 16), (65, 64), (130, 127)):
+        x = normal(rows, length, seed=rows) * 100
+        x[at] = row
+        assert same(gemm.linear(x, w, bias)[at], alone), (rows, at)
+    for cut in (1, 3, width // 2):
+        parts = gemm.linear(row, w[:cut], bias[:cut]), gemm.linear(row, w[cut:], bias[cut:])
+        assert same(torch.cat(parts, -1)[0], alone), cut
+
+
+@pytest.mark.parametrize("rows", [1, 2, 70])
+def test_with_a_bias_threads_and_blocks_do_not_matter(rows, monkeypatch):
+    x, w, bias = normal(rows, 160), normal(500, 160, seed=1), normal(500, seed=2)
+    before, outs = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            outs.append(gemm.linear(x, w, bias))
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr(cpu, "DIRECT_ROWS", 0)
+    monkeypatch.setattr(cpu, "X_FLOATS", 700)
+    monkeypatch.setattr(cpu, "W_FLOATS", 1700)
+    outs.append(gemm.linear(x, w, bias))
+    assert all(same(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 700])
+def test_the_gradient_of_a_bias_is_the_fp32_sum_over_rows_in_one_order(rows):
+    x, w, g = normal(rows, 64), normal(130, 64, seed=1), normal(rows, 130, seed=3)
+    g[0] = 300.0  # so that an order of additions shows
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            bias = normal(130, seed=2).requires_grad_()
+            gemm.linear(x, w, bias).backward(g)  # of the three operands it alone wants one
+            found.append(bias.grad)
+    finally:
+        torch.set_num_threads(before)
+    exact = g.double().sum(0)
+    assert found[0].dtype == torch.bfloat16 and all(same(grad, found[0]) for grad in found)
+    assert (found[0].double() - exact).abs().max() <= exact.abs().max() * 2.0**-8
+
+
+@pytest.mark.parametrize("call", ["linear", "biased", "lm_head", "row"])
 def test_gradients_against_float64(call):
     x, w = normal(6, 64).requires_grad_(), normal(10, 64, seed=1).requires_grad_()
+    bias = normal(10, seed=2).requires_grad_()
     out = {
         "linear": gemm.linear,
+        "biased": lambda x, w: gemm.linear(x, w, bias),
         "lm_head": gemm.lm_head,
         "row": lambda x, w: gemm.row_parallel(x, w, ReductionPlan(4)),
     }[call](x, w)
@@ -251,6 +353,7 @@ def test_gradients_against_float64(call):
     for got, exact in (
         (x.grad, g.double() @ w.detach().double()),
         (w.grad, g.double().t() @ x.detach().double()),
+        *([(bias.grad, g.double().sum(0))] if call == "biased" else []),
     ):
         assert got.dtype == torch.bfloat16
         assert (got.double() - exact).abs().max() <= exact.abs().max() * 2.0**-8
@@ -265,14 +368,21 @@ def test_every_call_is_counted():
     registry.reset_served()
     x, w = normal(2, 3, 64), normal(8, 64)
     gemm.linear(x, w), gemm.lm_head(x, w), gemm.row_parallel(x, w, WHOLE)
-    assert registry.served() == {"gemm.column": 6, "gemm.lm_head": 6, "gemm.row": 6}
+    gemm.linear(x[0], w, w[:, 0].contiguous())
+    assert registry.served() == {
+        "gemm.column": 6,
+        "gemm.lm_head": 6,
+        "gemm.row": 6,
+        "gemm.bias": 3,
+    }
 
 
 def test_probes_repeat_and_tell_regions_and_flushed_subnormals_apart():
     found = registry.implementations("cpu")
-    probes = {r: found[r].probe for r in ("gemm.column", "gemm.row", "gemm.lm_head")}
+    regions = ("gemm.column", "gemm.row", "gemm.lm_head", "gemm.bias")
+    probes = {r: found[r].probe for r in regions}
     answers = {region: probe() for region, probe in probes.items()}
-    assert len(set(answers.values())) == 3
+    assert len(set(answers.values())) == 4
     assert answers == {region: probe() for region, probe in probes.items()}
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # flushing is a setting of the calling thread
@@ -294,6 +404,7 @@ def test_probes_repeat_and_tell_regions_and_flushed_subnormals_apart():
         ("SB0421", lambda x, w: gemm.linear(x[:, :32], w)),
         ("SB0421", lambda x, w: gemm.linear(x, w[0])),
         ("SB0421", lambda x, w: gemm.linear(x, w, w[0])),
+        ("SB0413", lambda x, w: gemm.linear(x, w, w[:, 0])),
         ("SB0413", lambda x, w: gemm.linear(x[:, :32], w[:, :32])),
         ("SB0413", lambda x, w: gemm.linear(x[:, :8], w.t()[:8].t()[:, :8])),
         ("SB0402", lambda x, w: gemm.row_parallel(x[:, :60], w[:, :60].contiguous(), PLAN8)),

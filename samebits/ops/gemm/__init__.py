@@ -24,19 +24,24 @@ from samebits.plan import ReductionPlan
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] bf16 times w [N, K] bf16, transposed -> [..., N] bf16.
+    """x [..., K] bf16 times w [N, K] bf16, transposed, plus `bias` [N] bf16 -> [..., N] bf16.
 
-    Lanes of fp32 fma over K, folded by halves, rounded once; `bias` [N] bf16 is then added in fp32
-    and rounded again. Refuses with SB0413, SB0420, SB0421.
+    Lanes of fp32 fma over K, folded by halves; then the bias, widened, by one fp32 addition;
+    rounded once. Served as `gemm.bias` with a bias, else as `gemm.column`. Refuses with SB0413,
+    SB0420, SB0421.
     """
     if x.is_cuda:
         from samebits.ops.gemm import sm90
 
         return sm90.linear(x, w, bias)
     _check(x, w, bias)
-    registry.count_served("gemm.column", _rows(x))
-    y = _matmul(x, w, 1, torch.bfloat16)
-    return y if bias is None else y + bias
+    registry.count_served(region(bias), _rows(x))
+    return _matmul(x, w, 1, torch.bfloat16, bias)
+
+
+def region(bias: torch.Tensor | None) -> str:
+    """The region that `linear` computes."""
+    return "gemm.column" if bias is None else "gemm.bias"
 
 
 def lm_head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -76,13 +81,18 @@ def row_parallel(
     registry.count_served("gemm.row", _rows(x))
     if size == 1:
         return _matmul(x, w, local.leaves, torch.bfloat16)
-    return _Matmul.apply(x, w, local.leaves, torch.bfloat16, group)
+    return _Matmul.apply(x, w, local.leaves, torch.bfloat16, group, None)
 
 
-def _matmul(x, w, leaves, dtype):
-    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
-        return _Matmul.apply(x, w, leaves, dtype, None)
-    return cpu.matmul(x, w, leaves, dtype)
+def _matmul(x, w, leaves, dtype, bias=None):
+    if wants_gradient(x, w, bias):
+        return _Matmul.apply(x, w, leaves, dtype, None, bias)
+    return cpu.matmul(x, w, leaves, dtype, bias)
+
+
+def wants_gradient(*operands: torch.Tensor | None) -> bool:
+    """Whether a call has to be recorded for a backward pass."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
 def _over_ranks(x, w, leaves, group):
@@ -94,20 +104,30 @@ def _over_ranks(x, w, leaves, group):
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, leaves, dtype, group):
+    def forward(ctx, x, w, leaves, dtype, group, bias):
         ctx.save_for_backward(x, w)
         if group is not None:
             return _over_ranks(x, w, leaves, group)
-        return cpu.matmul(x, w, leaves, dtype)
+        return cpu.matmul(x, w, leaves, dtype, bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        return *_gradients(grad, x, w, ctx.needs_input_grad), None, None, None
+        g = grad.reshape(-1, grad.shape[-1]).float()
+        grad_x, grad_w = _gradients(g, x, w, ctx.needs_input_grad)
+        return grad_x, grad_w, None, None, None, bias_gradient(g, ctx.needs_input_grad[5])
 
 
-def _gradients(grad, x, w, needed):
-    g = grad.reshape(-1, grad.shape[-1]).float()
+def bias_gradient(g: torch.Tensor, needed: bool) -> torch.Tensor | None:
+    """g [M, N] -> [N] bf16, its sum over rows in fp32, rounded once; None unless `needed`.
+
+    The order is torch's for M rows: threads, and on a GPU blocks, share out the columns or fold
+    partial sums in a fixed order.
+    """
+    return g.sum(0, dtype=torch.float32).to(torch.bfloat16) if needed else None
+
+
+def _gradients(g, x, w, needed):
     grad_x = grad_w = None
     if needed[0]:
         grad_x = (g @ w.float()).to(torch.bfloat16).view_as(x)
@@ -128,17 +148,33 @@ def _check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
     require_shape("x", x, x.shape[-1:] == w.shape[1:], f"[..., {w.shape[1]}]")
     if bias is not None:
         require_shape("bias", bias, bias.shape == w.shape[:1], f"[{w.shape[0]}]")
+        require_dense_bias(bias)
     if not w.is_contiguous():
-        raise Refused(
-            "SB0413",
-            seen=f"w with strides {list(w.stride())}",
-            required="a contiguous [N, K] weight",
-            hint="samebits explain SB0413",
-        )
+        raise _layout(f"w with strides {list(w.stride())}", "a contiguous [N, K] weight")
+
+
+def require_dense_bias(bias: torch.Tensor) -> None:
+    """A bias lies in contiguous memory, else SB0413."""
+    if not bias.is_contiguous():
+        raise _layout(f"bias with stride {bias.stride(0)}", "a contiguous bias")
+
+
+def _layout(seen: str, required: str) -> Refused:
+    return Refused("SB0413", seen=seen, required=required, hint="samebits explain SB0413")
+
+
+def near_products(low: int, high: int) -> tuple[int, int]:
+    """Exponents of a bias beside products of operands with exponents in [low, high)."""
+    least = max(2 * low, -126)
+    return least, max(2 * high, least + 4)
 
 
 def _register(
-    region: str, constants: dict[str, int | str], leaves: int, dtype: torch.dtype
+    region: str,
+    constants: dict[str, int | str],
+    leaves: int,
+    dtype: torch.dtype,
+    biased: bool = False,
 ) -> None:
     def probe() -> int:
         # Many rows with a tail in K, where every term counts; and one row whose products are
@@ -149,9 +185,10 @@ def _register(
         ):
             x = samples.bf16((rows, length), 2 * seed, low, high)
             w = samples.bf16((width, length), 2 * seed + 1, low, high)
+            bias = samples.bf16((width,), 9, *near_products(low, high)) if biased else None
             # The accumulators too: rounding to bf16 hides most changes of order.
             for kind in (torch.float32, dtype):
-                outputs.append(cpu.matmul(x, w, leaves, kind).float().flatten())
+                outputs.append(cpu.matmul(x, w, leaves, kind, bias).float().flatten())
         return mixsum(torch.cat(outputs))
 
     registry.register(
@@ -174,5 +211,12 @@ def _register(
 
 
 _register("gemm.column", {"lanes": LANES, "rounding": "bf16"}, 1, torch.bfloat16)
+_register(
+    "gemm.bias",
+    {"lanes": LANES, "bias": "fp32, before rounding", "rounding": "bf16"},
+    1,
+    torch.bfloat16,
+    biased=True,
+)
 _register("gemm.row", {"lanes": LANES, "rounding": "bf16", "leaves": "plan"}, 8, torch.bfloat16)
 _register("gemm.lm_head", {"lanes": LANES, "rounding": "none"}, 1, torch.float32)

@@ -15,7 +15,7 @@ import torch
 from samebits.errors import Refused
 from samebits.ops import gpu
 from samebits.ops.gemm import smallest_sm90
-from samebits.ops.gemm.operands_sm90 import KINDS, differing, operands, source
+from samebits.ops.gemm.operands_sm90 import KINDS, bias_for, differing, operands, source
 from samebits.ops.gemm.triton import OUTPUTS, Shape, Tile, launch, table
 from samebits.plan import ReductionPlan
 
@@ -40,17 +40,19 @@ MANY_LEAVES = (
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """A shape whose tiles passed: sizes, dtype of the output, elements compared, none differing."""
+    """A shape whose tiles passed: sizes, dtype of the output, whether with a bias, elements
+    compared, none differing."""
 
     n: int
     k: int
     leaves: int
     output: str
+    bias: bool
     elements: int
     tiles: tuple[Tile, ...]
 
 
-_admitted: dict[Shape, Admission] = {}
+_admitted: dict[tuple[Shape, bool], Admission] = {}
 _lock = threading.Lock()
 
 
@@ -81,29 +83,43 @@ def tiles_of(shape: Shape) -> tuple[Tile, ...]:
     return tuple(dataclasses.replace(tile, bk=min(tile.bk, longest)) for tile in found)
 
 
-def tile_for(m: int, shape: Shape) -> Tile:
+def biased_tiles_of(shape: Shape) -> tuple[Tile, ...]:
+    """As `tiles_of`, for a product with a bias: first the pinned tiles of the shape without one.
+
+    Those are pinned for their speed. Nobody tested them with a bias, so they are tested here.
+    """
+    pinned = table().get(shape, ())
+    most = max((tile.rows for tile in pinned), default=0)
+    return *pinned, *(tile for tile in tiles_of(shape) if tile.rows > most)
+
+
+def tile_for(m: int, shape: Shape, biased: bool = False) -> Tile:
     """The geometry for M rows; tests the shape first where that has not happened."""
-    return next(tile for tile in _admission(shape).tiles if m <= tile.rows)
+    return next(tile for tile in _admission(shape, biased).tiles if m <= tile.rows)
 
 
-def admit(n: int, k: int, leaves: int, dtype: torch.dtype = torch.bfloat16) -> None:
+def admit(
+    n: int, k: int, leaves: int, dtype: torch.dtype = torch.bfloat16, biased: bool = False
+) -> None:
     """Test the tiles of a shape once in this process, on the current GPU, unless it is pinned.
 
-    k      terms of this process's sum, and leaves those of its subtree
-    dtype  fp32 for `lm_head`, and for `row_parallel` over several ranks
+    k       terms of this process's sum, and leaves those of its subtree
+    dtype   fp32 for `lm_head`, and for `row_parallel` over several ranks
+    biased  whether a bias is added: no such shape is pinned
     Reads results back, so it cannot be part of a capture (SB0454). Takes seconds where kernels are
     to be compiled. Refuses with SB0453 what no tile can compute, with SB0455 a tile whose bits are
     not those of the smallest kernel.
     """
     shape = (n, k, leaves, dtype)
-    if shape not in table():
-        _admission(shape)
+    if biased or shape not in table():
+        _admission(shape, biased)
 
 
-def _admission(shape: Shape) -> Admission:
+def _admission(shape: Shape, biased: bool) -> Admission:
     n, k, leaves, dtype = shape
+    key = shape, biased
     with _lock:
-        if shape not in _admitted:
+        if key not in _admitted:
             if torch.cuda.is_current_stream_capturing():
                 raise Refused(
                     "SB0454",
@@ -111,11 +127,11 @@ def _admission(shape: Shape) -> Admission:
                     required="a call of samebits.ops.gemm.sm90.admit, or one product, before it",
                     hint="samebits explain SB0454",
                 )
-            tiles = tiles_of(shape)
+            tiles = biased_tiles_of(shape) if biased else tiles_of(shape)
             output = {dtype: name for name, dtype in OUTPUTS.items()}[dtype]
-            elements = sum(_tested(kind, shape, tiles) for kind in KINDS)
-            _admitted[shape] = Admission(n, k, leaves, output, elements, tiles)
-        return _admitted[shape]
+            elements = sum(_tested(kind, shape, tiles, biased) for kind in KINDS)
+            _admitted[key] = Admission(n, k, leaves, output, biased, elements, tiles)
+        return _admitted[key]
 
 
 def rows_of(tiles: tuple[Tile, ...], n: int, processors: int) -> list[tuple[Tile, int]]:
@@ -138,24 +154,27 @@ def output(m: int, n: int, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _tested(kind: str, shape: Shape, tiles: tuple[Tile, ...]) -> int:
+def _tested(kind: str, shape: Shape, tiles: tuple[Tile, ...], biased: bool) -> int:
     """Elements compared on one kind of operands; SB0455 for a difference."""
     n, k, leaves, dtype = shape
-    x, w = operands(kind, LAW_ROWS, n, k, source(len(kind) + n + k))
-    law = smallest_sm90.accumulate(x, w, ReductionPlan(leaves)).to(dtype)
+    random = source(len(kind) + n + k)
+    x, w = operands(kind, LAW_ROWS, n, k, random)
+    bias = bias_for(kind, n, random) if biased else None
+    root = smallest_sm90.accumulate(x, w, ReductionPlan(leaves))
+    law = (root if bias is None else root + bias.float()).to(dtype)
     todo = rows_of(tiles, n, gpu.prepare(torch.cuda.current_device()))
     wrong = []
     for tile, m in todo:
         rows = torch.arange(m, device=x.device) % LAW_ROWS  # copies: each must keep its bits
         y = output(m, n, dtype, x)
-        launch(tile, x[rows], w, y, leaves)
+        launch(tile, x[rows], w, y, leaves, bias)
         wrong.append(differing(y[:, :n].contiguous(), law[rows]))
     for (tile, m), count in zip(todo, torch.stack(wrong).tolist(), strict=True):
         if count:
             raise Refused(
                 "SB0455",
                 seen=f"{kind}: {count} elements differ at M = {m}, N = {n}, K = {k}, {leaves} "
-                f"leaves with {tile}",
+                f"leaves{', a bias' if biased else ''}, with {tile}",
                 required="the bits of the smallest kernel of the schedule",
                 hint="samebits doctor",
             )

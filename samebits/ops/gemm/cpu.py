@@ -75,11 +75,12 @@ def _fold_leaves(sums, leaves, part):
 
 
 @kernel
-def _columns(x, rows, w, length, leaves, padded, direct, tall, wide, out, out_stride, n0, n1):
-    """Columns [n0, n1) of the folded sum of `leaves` leaves.
+def _columns(x, rows, w, bias, length, leaves, padded, direct, tall, wide, out, stride_out, n0, n1):
+    """Columns [n0, n1) of the folded sum of `leaves` leaves, plus those of the bias.
 
-    x and w are flat bf16 bits, rows of `length`; out is flat, bf16 bits or fp32. `tall` rows and
-    `wide` columns are handled at a time; `direct`: w is widened inside the tiles.
+    x and w are flat bf16 bits, rows of `length`; bias is bf16 bits, empty where there is none; out
+    is flat, bf16 bits or fp32. `tall` rows and `wide` columns are handled at a time; `direct`: w is
+    widened inside the tiles.
     """
     leaf = length // leaves
     stride = leaves * padded
@@ -104,9 +105,13 @@ def _columns(x, rows, w, length, leaves, padded, direct, tall, wide, out, out_st
                 else:
                     _tiles(xs, at, stride, count, ws, at, stride, cols, steps, sums, g * part, wide)
             _fold_leaves(sums, leaves, part)
+            if bias.size:
+                for i in range(count):
+                    for j in range(cols):
+                        sums[i * wide + j] += widen(bias[nb + j])
             for i in range(count):
                 for j in range(cols):
-                    store(out, (mb + i) * out_stride + nb + j, sums[i * wide + j])
+                    store(out, (mb + i) * stride_out + nb + j, sums[i * wide + j])
 
 
 @kernel
@@ -115,8 +120,20 @@ def _round(x, out, start, stop):
         store(out, i, x[i])
 
 
-def matmul(x: torch.Tensor, w: torch.Tensor, leaves: int, dtype: torch.dtype) -> torch.Tensor:
-    """x [..., K] bf16, w [N, K] bf16 contiguous -> [..., N] bf16 or fp32: root of the leaf tree."""
+_NO_BIAS = np.empty(0, np.uint16)
+
+
+def matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    leaves: int,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [..., K] bf16, w [N, K] bf16 contiguous -> [..., N] bf16 or fp32: root of the leaf tree.
+
+    bias   [N] bf16 contiguous, added to the root in fp32
+    """
     width, length = w.shape
     out = torch.empty(*x.shape[:-1], width, dtype=dtype)
     if out.numel() == 0:
@@ -128,9 +145,11 @@ def matmul(x: torch.Tensor, w: torch.Tensor, leaves: int, dtype: torch.dtype) ->
     tall = min(rows, max(2, min(64, X_FLOATS // stride) // 2 * 2))
     wide = max(COLS, min(96, W_FLOATS // stride) // COLS * COLS)
     xs, ws, outs = (jit.as_numpy(t).reshape(-1) for t in (x.contiguous(), w, out))
+    shift = _NO_BIAS if bias is None else jit.as_numpy(bias)
+    sizes = length, leaves, padded, direct, tall, wide
 
     def body(start: int, stop: int) -> None:
-        _columns(xs, rows, ws, length, leaves, padded, direct, tall, wide, outs, width, start, stop)
+        _columns(xs, rows, ws, shift, *sizes, outs, width, start, stop)
 
     if rows * length * width < 2 * SPAN_PRODUCTS:
         body(0, width)

@@ -76,14 +76,29 @@ def _store(y_desc, row, col, acc):
     y_desc.store([row, col], acc.to(y_desc.dtype))
 
 
+@triton.jit
+def _shifted(acc, bias_ptr, col, N):
+    """acc [rows, columns] plus the bias of columns col.., fp32; acc itself without a bias."""
+    if bias_ptr is not None:
+        j = col + tl.arange(0, acc.shape[1])
+        bias = tl.load(bias_ptr + j, mask=j < N, other=0.0).to(tl.float32)
+        # acc * 1 + bias is acc + bias to the bit. Written as a sum behind a chain of one step, the
+        # compiler starts that chain from the bias instead: other bits.
+        acc = tl.fma(acc, 1.0, bias[None, :])
+    return acc
+
+
 @triton.jit(do_not_specialize=["M", "N"])
 def tiles(
-    x_desc, w_desc, y_desc, M, N,
+    x_desc, w_desc, y_desc, bias_ptr, M, N,
     LENGTH: tl.constexpr, LEAVES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, SWAP: tl.constexpr, FLATTEN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Every block computes whole tiles of y [M, N], all leaves; one rounding, at the store."""
+    """Every block computes whole tiles of y [M, N], all leaves; one rounding, at the store.
+
+    bias_ptr: bf16 [N], None without a bias.
+    """
     total = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLATTEN):
         row, col = _place(tile, M, N, BM, BN, GROUP)
@@ -91,19 +106,23 @@ def tiles(
         if SWAP:
             acc = acc.T
         if PARTS == 1:
-            _store(y_desc, row, col, acc)
+            _store(y_desc, row, col, _shifted(acc, bias_ptr, col, N))
         else:
             left, right = _halves(acc, BM, BN)
             if PARTS == 2:
-                _store(y_desc, row, col, left)
-                _store(y_desc, row, col + BN // 2, right)
+                _store(y_desc, row, col, _shifted(left, bias_ptr, col, N))
+                col += BN // 2
+                _store(y_desc, row, col, _shifted(right, bias_ptr, col, N))
             else:
                 a, b = _halves(left, BM, BN // 2)
                 c, d = _halves(right, BM, BN // 2)
-                _store(y_desc, row, col, a)
-                _store(y_desc, row, col + BN // 4, b)
-                _store(y_desc, row, col + BN // 2, c)
-                _store(y_desc, row, col + 3 * (BN // 4), d)
+                _store(y_desc, row, col, _shifted(a, bias_ptr, col, N))
+                col += BN // 4
+                _store(y_desc, row, col, _shifted(b, bias_ptr, col, N))
+                col += BN // 4
+                _store(y_desc, row, col, _shifted(c, bias_ptr, col, N))
+                col += BN // 4
+                _store(y_desc, row, col, _shifted(d, bias_ptr, col, N))
 
 
 @triton.jit

@@ -7,6 +7,17 @@ import torch
 FINITE = ("normal", "wide", "wider", "subnormal", "tiny operand", "zeros", "ties", "cancel")
 KINDS = (*FINITE, "overflow", "nan")
 Pair = tuple[torch.Tensor, torch.Tensor]
+# Of a bias, by kind of operands; -127 gives subnormals.
+BIAS_EXPONENTS = {
+    "wide": (-16, 16),
+    "wider": (-100, 100),
+    "subnormal": (-127, -124),
+    "tiny operand": (-127, -60),
+    "zeros": (-2, 2),
+    "cancel": (-24, 4),
+    "overflow": (110, 127),
+    "nan": (-16, 16),
+}
 
 
 def bf16(shape: tuple[int, ...], low: int, high: int, random: torch.Generator) -> torch.Tensor:
@@ -60,6 +71,21 @@ def operands(kind: str, m: int, n: int, k: int, random: torch.Generator) -> Pair
         "overflow": (50, 66),
     }[kind]
     return both(low, high)
+
+
+def bias_for(kind: str, n: int, random: torch.Generator) -> torch.Tensor:
+    """bf16 [n] on the GPU, of the size of the sums of `operands` of this kind; one in four is a
+    zero of either sign."""
+    if kind == "normal":
+        bias = torch.randn(n, generator=random, device="cuda").bfloat16()
+    elif kind == "ties":
+        bias = torch.randint(-2048, 2049, (n,), generator=random, device="cuda").bfloat16()
+    else:
+        bias = bf16((n,), *BIAS_EXPONENTS[kind], random)
+    if kind == "nan":
+        bias[:: max(2, n // 3)] = torch.nan
+    sparse = torch.rand(n, generator=random, device="cuda") < 0.25
+    return torch.where(sparse, bias * 0, bias)
 
 
 def source(seed: int) -> torch.Generator:

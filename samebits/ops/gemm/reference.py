@@ -7,6 +7,8 @@ One dot product of `length` terms, bf16 operands widened to fp32 (exact):
 3. lanes are folded ((0+1)+(2+3))+((4+5)+(6+7))+..., fp32 additions.
 A matrix product with a reduction plan computes one such dot product per leaf of K, folds the leaves
 by the plan's tree in fp32, and rounds the root once to bf16, ties to even (`lm_head`: not at all).
+A bias (`linear`) is widened to fp32 and added to the root: the last fp32 addition, before the only
+rounding to bf16.
 """
 
 from __future__ import annotations
@@ -36,3 +38,8 @@ def accumulate(x: torch.Tensor, w: torch.Tensor, plan: ReductionPlan) -> torch.T
 def matmul(x: torch.Tensor, w: torch.Tensor, plan: ReductionPlan) -> torch.Tensor:
     """x [M, K] and w [N, K] bf16 -> [M, N] bf16."""
     return reference_narrow(accumulate(x, w, plan))
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """x [M, K], w [N, K] and bias [N] bf16 -> [M, N] bf16."""
+    return reference_narrow(accumulate(x, w, ReductionPlan(1)) + bias.float())

@@ -10,8 +10,9 @@ for every 16 consecutive k, ascending:
 3. the 17 integers are added exactly;
 4. the sum is cut to fp32, toward zero; subnormals are kept.
 A leaf whose length is not a multiple of 16 is padded with zeros. Leaves are folded by the plan's
-tree with IEEE fp32 additions, and the root is rounded once to bf16, ties to even. The statement
-covers finite operands whose sums stay finite.
+tree with IEEE fp32 additions, and the root is rounded once to bf16, ties to even. A bias is widened
+to fp32 and added to the root by one IEEE addition, before that rounding: it is never what the chain
+starts from. The statement covers finite operands whose sums stay finite.
 """
 
 from __future__ import annotations
@@ -78,3 +79,8 @@ def leaf(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def accumulate(x: torch.Tensor, w: torch.Tensor, plan: ReductionPlan) -> torch.Tensor:
     """x [M, K] and w [N, K] bf16 -> [M, N] fp32, the unrounded root."""
     return plan.fold([leaf(x[:, a:b], w[:, a:b]) for a, b in plan.cuts(x.shape[1])])
+
+
+def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """x [M, K], w [N, K] and bias [N] bf16 -> [M, N] bf16."""
+    return (leaf(x, w) + bias.float()).bfloat16()

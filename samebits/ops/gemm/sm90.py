@@ -16,7 +16,14 @@ from samebits.errors import Refused
 from samebits.ops import gpu, registry, samples
 from samebits.ops.checks import place, require_shape
 from samebits.ops.gemm import admission_sm90 as admission
-from samebits.ops.gemm import triton
+from samebits.ops.gemm import (
+    bias_gradient,
+    near_products,
+    region,
+    require_dense_bias,
+    triton,
+    wants_gradient,
+)
 from samebits.ops.gemm.admission_sm90 import admit, admitted
 from samebits.plan import ReductionPlan
 
@@ -26,14 +33,15 @@ _CONSTANTS: dict[str, int | str] = {"mma": "bf16, 16 terms", "kept_bits": 25}
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`samebits.ops.gemm.linear` on CUDA: one chain of MMA over K, rounded once.
+    """`samebits.ops.gemm.linear` on CUDA: one chain of MMA over K, then the bias in fp32; rounded
+    once.
 
     Refuses with SB0413, SB0420, SB0421, SB0453 to SB0455.
     """
     _check(x, w, bias)
-    y = _matmul(x, w, 1, torch.bfloat16, None)
-    registry.count_served("gemm.column", _rows(x))
-    return y if bias is None else y + bias
+    y = _matmul(x, w, 1, torch.bfloat16, None, bias)
+    registry.count_served(region(bias), _rows(x))
+    return y
 
 
 def lm_head(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -64,30 +72,39 @@ def row_parallel(
     return y
 
 
-def _matmul(x, w, leaves, dtype, group):
-    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
-        return _Matmul.apply(x, w, leaves, dtype, group)
-    return _forward(x, w, leaves, dtype, group)
+def _matmul(x, w, leaves, dtype, group, bias=None):
+    if wants_gradient(x, w, bias):
+        return _Matmul.apply(x, w, leaves, dtype, group, bias)
+    return _forward(x, w, leaves, dtype, group, bias)
 
 
-def _forward(x, w, leaves, dtype, group):
+def _forward(x, w, leaves, dtype, group, bias=None):
     if group is None:
-        return _product(x, w, leaves, dtype)
+        return _product(x, w, leaves, dtype, bias)
     mine = _product(x, w, leaves, torch.float32)
     roots = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(roots, mine, group=group)
     return ReductionPlan.fold(roots).to(dtype)
 
 
-def _product(x: torch.Tensor, w: torch.Tensor, leaves: int, dtype: torch.dtype) -> torch.Tensor:
-    """[..., N] of dtype: the root of the leaf tree."""
+def _product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    leaves: int,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[..., N] of dtype: the root of the leaf tree, plus the bias."""
     n, k = w.shape
     rows = x.detach().reshape(-1, k).contiguous()
     if rows.data_ptr() % 16:
         rows = rows.clone()
     m, shape = rows.shape[0], (n, k, leaves, dtype)
     y = admission.output(m, n, dtype, rows)
-    if m:
+    if m and bias is not None:
+        tile = admission.tile_for(m, shape, biased=True)
+        triton.launch(tile, rows, w.detach(), y, leaves, bias.detach())
+    elif m:
         tile = triton.tile_for(m, shape) or admission.tile_for(m, shape)
         triton.launch(tile, rows, w.detach(), y, leaves)
     return y[:, :n].contiguous().view(*x.shape[:-1], n)
@@ -95,9 +112,9 @@ def _product(x: torch.Tensor, w: torch.Tensor, leaves: int, dtype: torch.dtype) 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, leaves, dtype, group):
+    def forward(ctx, x, w, leaves, dtype, group, bias):
         ctx.save_for_backward(x, w)
-        return _forward(x, w, leaves, dtype, group)
+        return _forward(x, w, leaves, dtype, group, bias)
 
     @staticmethod
     def backward(ctx, grad):
@@ -109,7 +126,7 @@ class _Matmul(torch.autograd.Function):
             grad_x = (g @ w).view_as(x)
         if ctx.needs_input_grad[1]:
             grad_w = g.t() @ x.reshape(-1, x.shape[-1])
-        return grad_x, grad_w, None, None, None
+        return grad_x, grad_w, None, None, None, bias_gradient(g, ctx.needs_input_grad[5])
 
 
 def _rows(x: torch.Tensor) -> int:
@@ -124,6 +141,7 @@ def _check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
     if bias is not None:
         gpu.require_dtype("bias", bias, torch.bfloat16)
         require_shape("bias", bias, bias.shape == w.shape[:1], f"[{w.shape[0]}]")
+        require_dense_bias(bias)
     if not w.is_contiguous() or w.data_ptr() % 16:
         raise Refused(
             "SB0413",
@@ -133,7 +151,7 @@ def _check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
         )
 
 
-def _probe(leaves: int, dtype: torch.dtype) -> int:
+def _probe(leaves: int, dtype: torch.dtype, biased: bool = False) -> int:
     """Accumulators of many rows; and one row of subnormal products, with x on the right."""
     outputs = []
     for rows, n, k, low, high, kind in (
@@ -143,14 +161,19 @@ def _probe(leaves: int, dtype: torch.dtype) -> int:
         x = samples.bf16((rows, k), rows, low, high).cuda()
         w = samples.bf16((n, k), rows + 1, low, high).cuda()
         tile = next(t for t in admission.tiles_of((n, k, leaves, kind)) if rows <= t.rows)
+        bias = samples.bf16((n,), 3, *near_products(low, high)).cuda() if biased else None
         y = x.new_empty((rows, n), dtype=kind)
-        triton.launch(tile, x, w, y, leaves)
+        triton.launch(tile, x, w, y, leaves, bias)
         outputs.append(y.float().flatten())
     return mixsum(torch.cat(outputs))
 
 
 def _register(
-    region: str, constants: dict[str, int | str], leaves: int, dtype: torch.dtype
+    region: str,
+    constants: dict[str, int | str],
+    leaves: int,
+    dtype: torch.dtype,
+    biased: bool = False,
 ) -> None:
     registry.register(
         registry.Implementation(
@@ -169,11 +192,18 @@ def _register(
                 "samebits.ops.gemm.admission_sm90",
                 "samebits.ops.gemm.sm90",
             ),
-            probe=lambda: _probe(leaves, dtype),
+            probe=lambda: _probe(leaves, dtype, biased),
         )
     )
 
 
 _register("gemm.column", {"rounding": "bf16"}, 1, torch.bfloat16)
+_register(
+    "gemm.bias",
+    {"bias": "fp32, before rounding", "rounding": "bf16"},
+    1,
+    torch.bfloat16,
+    biased=True,
+)
 _register("gemm.row", {"rounding": "bf16", "leaves": "plan"}, 8, torch.bfloat16)
 _register("gemm.lm_head", {"rounding": "none"}, 1, torch.float32)

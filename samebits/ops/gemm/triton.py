@@ -69,11 +69,21 @@ def tile_for(m: int, shape: Shape) -> Tile | None:
     return next((tile for tile in table().get(shape, ()) if m <= tile.rows), None)
 
 
-def launch(tile: Tile, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, leaves: int) -> None:
+def launch(
+    tile: Tile,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    leaves: int,
+    bias: torch.Tensor | None = None,
+) -> None:
     """y [M, N] = x [M, K] times w [N, K], transposed: folded leaves, rounded to the dtype of y.
 
     x and w bf16, y bf16 or fp32, on the current CUDA device, contiguous, from 16-byte aligned
     addresses; M > 0. Columns of y beyond the rows of w come out as +0.
+
+    bias   bf16, one for each row of w, contiguous, added in fp32 before the rounding; only where
+           the kind of the tile is `tiles`, as it is with one leaf
     """
     processors = gpu.prepare(x.device.index or 0)
     (m, k), n = x.shape, y.shape[1]
@@ -87,6 +97,7 @@ def launch(tile: Tile, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, leaves
         sizes |= {"LEAVES": leaves}
     else:
         sizes |= {"INNER": tile.inner, "COUNT": leaves // tile.inner}
+    assert bias is None or tile.kind == "tiles", tile
     options = {"num_warps": tile.warps, "num_stages": tile.stages, **gpu.POLICY}
     if tile.kind == "subtrees":
         part = y.new_empty(count * sizes["COUNT"] * tile.bm * tile.bn, dtype=torch.float32)
@@ -104,10 +115,17 @@ def launch(tile: Tile, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, leaves
         )  # fmt: skip
         return
     kernels.tiles[(blocks,)](
-        x_desc, w_desc, y_desc, m, n,
+        x_desc, w_desc, y_desc, None if bias is None else _padded(bias, n), m, n,
         **sizes, GROUP=tile.group, SWAP=tile.swap, FLATTEN=bool(tile.flatten),
         PARTS=tile.parts, **options,
     )  # fmt: skip
+
+
+def _padded(bias: torch.Tensor, columns: int) -> torch.Tensor:
+    """The bias at an aligned address, so that one kernel serves all, and zeros up to `columns`."""
+    if len(bias) == columns and bias.data_ptr() % 16 == 0:
+        return bias
+    return torch.nn.functional.pad(bias, (0, columns - len(bias))).clone()
 
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
