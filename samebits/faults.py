@@ -34,7 +34,8 @@ def _k_cut_by_rows() -> None:
     def linear(x, w, bias=None):
         if x.numel() <= most * x.shape[-1]:
             return whole(x, w, bias)
-        return gemm.row_parallel(x, w, ReductionPlan(2))
+        y = gemm.row_parallel(x, w, ReductionPlan(2))
+        return y if bias is None else y + bias
 
     gemm.linear = linear
 

@@ -85,7 +85,7 @@ class Recipe:
 
     @property
     def architecture(self) -> str:
-        """`llama`, `qwen3` or `qwen3_5_text`."""
+        """`llama`, `qwen2`, `qwen3` or `qwen3_5_text`."""
         return self.data["model"]["architecture"]
 
     @property

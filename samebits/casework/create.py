@@ -19,7 +19,10 @@ from samebits.patching.series import Series
 from samebits.patching.workspace import Workspace
 from samebits.recipe import PUBLISHED
 
-TEMPLATES = {"llama": "recipe.yaml", "qwen3": "recipe.yaml", "qwen3_5_text": "hybrid.yaml"}
+TEMPLATES = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), "recipe.yaml"),
+    "qwen3_5_text": "hybrid.yaml",
+}
 PAGES = ("recipe.md", "broke.md")
 NAME_LENGTH = 64  # letters; names of files and of branches are made from it
 _LAYERS = 2  # of a dense proxy; a hybrid one has an interval of full attention

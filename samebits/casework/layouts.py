@@ -15,6 +15,7 @@ from samebits import recipe as recipes
 from samebits.casework import memory, published
 from samebits.contract.fits import GDN
 from samebits.errors import Refused, word
+from samebits.ops import registry
 from samebits.recipe import PUBLISHED, Recipe
 
 SIZES = (1, 2, 4, 8)  # of tensor parallelism; a plan has a power of two of leaves
@@ -238,11 +239,12 @@ def _memory(model: Model, tp: int, length: int) -> dict[str, Any]:
     """Bytes on one rank; what is the same in the stock engine is said once."""
     config = model.config
     assert config is not None
-    weights = 2 * memory.parameters(config, model.architecture in _QK_NORM, tp)
+    biased = "gemm.bias" in registry.regions_of(model.architecture)
+    count = memory.parameters(config, model.architecture in _QK_NORM, tp, qkv_bias=biased)
     found: dict[str, Any] = {
         "layers": config["num_hidden_layers"],
         "proved_layers": model.proved_layers,
-        "weights_bf16": weights,
+        "weights_bf16": 2 * count,
         "kv_per_token": memory.kv_bytes(config, tp),
         "sequence_length": length,
         "kv_per_sequence": length * memory.kv_bytes(config, tp),

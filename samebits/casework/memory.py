@@ -54,10 +54,13 @@ def state_bytes(
     return layers * (sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in spec) + window)
 
 
-def parameters(config: Mapping[str, Any], qk_norm: bool, tp: int = 1) -> int:
+def parameters(
+    config: Mapping[str, Any], qk_norm: bool, tp: int = 1, *, qkv_bias: bool = False
+) -> int:
     """Parameters on one of `tp` ranks: cut by heads, columns and vocabulary rows; norms are whole.
 
-    qk_norm   queries and keys have a norm of their own (Qwen3, and Qwen3.5's full attention)
+    qk_norm    queries and keys have a norm of their own (Qwen3, and Qwen3.5's full attention)
+    qkv_bias   the projection of queries, keys and values has a bias (Qwen2)
     """
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -65,6 +68,7 @@ def parameters(config: Mapping[str, Any], qk_norm: bool, tp: int = 1) -> int:
     gates = 2 if hybrid else 1  # the gate of the output comes with the queries
     full = hidden * head_dim * (gates * heads + 2 * kv_heads + heads) // tp
     full += 2 * head_dim * qk_norm
+    full += head_dim * (heads + 2 * kv_heads) // tp * qkv_bias
     linear = _linear_parameters(config, tp) if hybrid else 0
     count = 0
     for layer in range(config["num_hidden_layers"]):

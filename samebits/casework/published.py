@@ -24,7 +24,16 @@ HEAD_DIM = 128  # of linear attention: the only size that both engines are prove
 _SILU = ("silu", "swish")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size", "moe_num_shared_experts")
-_BIASES = ("attention_bias", "qkv_bias", "mlp_bias", "use_bias")
+# Entry -> region; the last of them also with a bias on a sum over ranks.
+_BIASES = {
+    "qkv_bias": "gemm.bias",
+    "attention_bias": "gemm.row_bias",
+    "mlp_bias": "gemm.row_bias",
+    "use_bias": "gemm.row_bias",
+}
+# Classes whose log-probabilities are computed as those of an architecture that contracts know.
+# MiMo has Qwen2's layers; what it has besides predicts tokens further ahead, and is not read.
+_ALIKE = {"MiMoForCausalLM": "qwen2"}
 _WINDOWS = ("sliding_attention", "chunked_attention")
 # Entry -> region, where any value but the neutral ones moves bits.
 _SCALES = {
@@ -43,6 +52,7 @@ _SCALES = {
 _PRESENT = {
     "kv_lora_rank": "attention.mla",
     "index_topk": "attention.sparse",
+    "dual_chunk_attention_config": "attention.chunked",
     "linear_attn_config": "kda.core",
     "quantization_config": "gemm.quantized",
     "vision_config": "vision.encoder",
@@ -50,7 +60,7 @@ _PRESENT = {
 }
 _MAMBA = ("mamba_d_state", "ssm_state_size", "state_size", "mamba_num_heads")
 _IMPLIED = {  # model type -> what its code does without an entry that says so
-    "qwen2": ("gemm.bias", "of queries, keys and values"),
+    "qwen2": ("gemm.bias", "of queries, keys and values, in another architecture's class"),
     "gpt_oss": ("attention.sink", "one logit per head"),
     "gemma2": ("embedding.scale", "by the root of hidden_size"),
     "gemma3_text": ("embedding.scale", "by the root of hidden_size"),
@@ -133,6 +143,9 @@ def _uneven(config: Mapping[str, Any]) -> Iterator[str]:
     for whole, part in pairs:
         if (config.get(whole) or 0) % (config.get(part) or 1):
             yield f"{whole} {config[whole]} is no multiple of {part} {config[part]}"
+    width = (config.get("head_dim") or 0) * (config.get("num_attention_heads") or 0)
+    if architecture(config) == "qwen2" and width not in (0, config.get("hidden_size")):
+        yield f"heads of {config['head_dim']}: in qwen2 one has hidden_size / num_attention_heads"
 
 
 def _bad(path: Path, seen: str) -> Refused:
@@ -146,7 +159,8 @@ def _bad(path: Path, seen: str) -> Refused:
 
 def architecture(config: Mapping[str, Any]) -> str:
     """The recipe's name of the architecture, or the class that the configuration names."""
-    return architecture_of(config["architectures"][0])
+    name = config["architectures"][0]
+    return _ALIKE.get(name, architecture_of(name))
 
 
 def known(name: str) -> bool:
@@ -190,10 +204,11 @@ def _gaps(config: Mapping[str, Any], name: str) -> Iterator[Gap]:
     for entry, region in _PRESENT.items():
         if config.get(entry) is not None:
             yield Gap(region, entry)
-    for entry in _BIASES:
-        if config.get(entry):
-            yield Gap("gemm.bias", f"{entry}=true")
-    if config.get("model_type") in _IMPLIED:
+    implied = ("attention_bias", "qkv_bias") if name == "qwen2" else ()
+    for entry, region in _BIASES.items():
+        if config.get(entry) and entry not in implied:
+            yield Gap(region, f"{entry}=true")
+    if config.get("model_type") in _IMPLIED and config["model_type"] != name:
         region, why = _IMPLIED[config["model_type"]]
         yield Gap(region, f"model_type {config['model_type']}: {why}")
     if config.get("rms_norm_eps") is None:
@@ -216,6 +231,10 @@ def _attention_gaps(config: Mapping[str, Any], name: str) -> Iterator[Gap]:
         yield Gap("attention.window", f"sliding_window={window}")
     for kind in sorted(set(config.get("layer_types") or ()) & set(_WINDOWS)):
         yield Gap("attention.window", f"layer_types: {kind}")
+    if not config.get("is_causal", True):
+        yield Gap("attention.whole", "is_causal=false")
+    if config.get("qk_norm"):
+        yield Gap("norm.rms", f"qk_norm=true in {name}")
     if config.get("is_encoder_decoder"):
         yield Gap("attention.cross", "is_encoder_decoder=true")
     gated = name == "qwen3_5_text"

@@ -101,7 +101,8 @@ def new(
         Path | None, typer.Option(help="Published config.json: its dimensions are taken.")
     ] = None,
     architecture: Annotated[
-        str | None, typer.Option(help="Instead: llama, qwen3 or qwen3_5_text, at template size.")
+        str | None,
+        typer.Option(help="Instead: llama, qwen2, qwen3 or qwen3_5_text, at template size."),
     ] = None,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Layers of the case; default: a few.")

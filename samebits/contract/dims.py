@@ -17,6 +17,7 @@ _SIZES = (
 )
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
 }
@@ -60,6 +61,8 @@ def dims_of(config: Any, architecture: str | None = None) -> dict[str, Any]:
     dims["tie_word_embeddings"] = int(bool(get("tie_word_embeddings", False)))
     dims["attention_bias"] = int(bool(get("attention_bias", False)))
     dims["activation"] = get("hidden_act") or "silu"
+    if dims["architecture"] == "qwen2":
+        dims["qkv_bias"] = 1  # of the class; no entry of the configuration says it
     if dims["architecture"] == "qwen3_5_text":
         dims |= _hybrid(get, rope)
     return dims

@@ -1,9 +1,9 @@
 """From a Hugging Face `config.json` to Megatron's real `GPTModel`.
 
 Supported: dense decoders with RMSNorm, SwiGLU, rotary positions and grouped query attention -
-Llama (SmolLM2), Qwen3 (q/k norms), and Qwen3.5's text model (gated delta nets beside full attention
-with output gates, zero-centred norms, rotary positions over a part of the head). Everything else is
-refused by name.
+Llama (SmolLM2), Qwen2 (biases of q, k and v), Qwen3 (q/k norms), and Qwen3.5's text model (gated
+delta nets beside full attention with output gates, zero-centred norms, rotary positions over a part
+of the head). Everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from samebits.errors import Refused
 
 HYBRID = "Qwen3_5ForCausalLM"
 HEAD_DIM = 128  # of linear attention
+QWEN2 = "Qwen2ForCausalLM"  # q, k and v have a bias, whatever the configuration says
 # Name -> has q/k norms.
-ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True, HYBRID: True}
+ARCHITECTURES = {"LlamaForCausalLM": False, QWEN2: False, "Qwen3ForCausalLM": True, HYBRID: True}
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class Architecture:
     norm_eps: float
     tied: bool
     qk_norm: bool
+    qkv_bias: bool = False
     linear: LinearAttention | None = None
 
     def is_linear(self, layer: int) -> bool:
@@ -160,7 +162,7 @@ class Architecture:
                 hint="samebits explain SB0602",
             )
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        _refuse_features(config, rope, path, hybrid=name == HYBRID)
+        _refuse_features(config, rope, path, name)
         heads = config["num_attention_heads"]
         return Architecture(
             name=name,
@@ -177,6 +179,7 @@ class Architecture:
             norm_eps=float(config["rms_norm_eps"]),
             tied=bool(config.get("tie_word_embeddings", False)),
             qk_norm=ARCHITECTURES[name],
+            qkv_bias=name == QWEN2,
             linear=LinearAttention.of(config, rope, path) if name == HYBRID else None,
         )
 
@@ -203,7 +206,9 @@ class Architecture:
             )
 
 
-def _refuse_features(config: dict, rope: dict, path: Path, hybrid: bool) -> None:
+def _refuse_features(config: dict, rope: dict, path: Path, name: str) -> None:
+    hybrid = name == HYBRID
+    width = config["num_attention_heads"] * (config.get("head_dim") or 0)
     found = {
         "attention_bias": config.get("attention_bias", False),
         "mlp_bias": config.get("mlp_bias", False),
@@ -219,18 +224,24 @@ def _refuse_features(config: dict, rope: dict, path: Path, hybrid: bool) -> None
         # "swish" is another name of silu
         "output_gate_type": config.get("output_gate_type", "silu") not in ("silu", "swish"),
         "layer_scale": bool(config.get("layer_scale", False)),
+        # Of the rollout engine's Qwen2: it takes the size of a head from the two others.
+        "head_dim": name == QWEN2 and width not in (0, config["hidden_size"]),
+        "qk_norm": bool(config.get("qk_norm", False)),
+        "is_causal": not config.get("is_causal", True),
+        "dual_chunk_attention_config": config.get("dual_chunk_attention_config") is not None,
     }
     names = [name for name, present in found.items() if present]
     if names:
         raise _unproved(
             f"{', '.join(names)} in {path}",
-            "no dropout, bias, rotary scaling or sections, window, layer scale, or activation "
-            "other than silu; an output gate of attention in hybrid models and nowhere else",
+            "no dropout, rotary scaling or sections, window, chunks, layer scale, or activation "
+            "other than silu; a bias of queries, keys and values in Qwen2, whose heads divide the "
+            "hidden size, and no other; an output gate of attention in hybrid models only",
         )
 
 
 def transformer_config(arch: Architecture, tp: int):
-    """Megatron's configuration of `arch`: bf16, no fusion, no dropout, no bias."""
+    """Megatron's configuration of `arch`: bf16, no fusion, no dropout, no bias but of q, k, v."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -247,6 +258,7 @@ def transformer_config(arch: Architecture, tp: int):
         activation_func=torch.nn.functional.silu,
         use_te_activation_func=runtime.aligned(),
         add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=torch.bfloat16,

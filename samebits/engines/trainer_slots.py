@@ -88,15 +88,20 @@ def slots(
 
 
 def _attention(arch: Architecture, module: Any, prefix: str, tp: int, of: Pick) -> Iterator[Slot]:
-    """Full attention; with output gates, a query head is published as its query, then its gate."""
+    """Full attention; with output gates, a query head is published as its query, then its gate.
+
+    A bias of the fused projection lies as the rows of its weight do.
+    """
     prefix += "self_attn."
     h, d, heads, kv_heads = arch.hidden, arch.head_dim, arch.heads, arch.kv_heads
     groups, ratio, kinds = kv_heads // tp, heads // kv_heads, 1 + bool(arch.linear)
-    qkv = of(module.linear_qkv.weight).view(groups, kinds * ratio + 2, d, h)
-    q = qkv[:, :-2].unflatten(1, (kinds, ratio)).transpose(1, 2)
-    yield Slot(prefix + "q_proj.weight", (kinds * heads * d, h), 0, q)
-    yield Slot(prefix + "k_proj.weight", (kv_heads * d, h), 0, qkv[:, -2])
-    yield Slot(prefix + "v_proj.weight", (kv_heads * d, h), 0, qkv[:, -1])
+    for kind, rest in {"weight": (h,), **({"bias": ()} if arch.qkv_bias else {})}.items():
+        fused = of(getattr(module.linear_qkv, kind))
+        qkv = fused.view(groups, kinds * ratio + 2, d, *rest)
+        q = qkv[:, :-2].unflatten(1, (kinds, ratio)).transpose(1, 2)
+        yield Slot(f"{prefix}q_proj.{kind}", (kinds * heads * d, *rest), 0, q)
+        yield Slot(f"{prefix}k_proj.{kind}", (kv_heads * d, *rest), 0, qkv[:, -2])
+        yield Slot(f"{prefix}v_proj.{kind}", (kv_heads * d, *rest), 0, qkv[:, -1])
     yield Slot(prefix + "o_proj.weight", (h, heads * d), 1, of(module.linear_proj.weight))
     if arch.qk_norm:
         yield Slot(prefix + "q_norm.weight", (d,), None, of(module.q_layernorm.weight))

@@ -43,6 +43,46 @@ LLAMA = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
+# Qwen2.5's small models; nothing in it says that q, k and v have a bias.
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# MiMo-7B: the same layers, with an entry for their bias, and one for layers that predict ahead.
+MIMO = QWEN2 | {
+    "architectures": ["MiMoForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "model_type": "mimo",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 640000,
+    "tie_word_embeddings": False,
+    "vocab_size": 151680,
+}
 HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
@@ -86,6 +126,16 @@ def published(tmp_path):
 @pytest.fixture
 def hybrid():
     return HYBRID
+
+
+@pytest.fixture
+def qwen2():
+    return QWEN2
+
+
+@pytest.fixture
+def mimo():
+    return MIMO
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def left(checkout) -> list[str]:
     return sorted(path.name for path in (checkout / "cases").iterdir())
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3_5_text"])
 def test_every_architecture_gives_a_case_that_a_contract_can_be_built_for(
     checkout, operators, architecture, capsys
 ):

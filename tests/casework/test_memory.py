@@ -11,12 +11,13 @@ from samebits.hooks.vllm.gdn import state
 from samebits.weights import sources
 
 
-@pytest.mark.parametrize("case", ["qwen3-tiny", "qwen3.5-tiny"])
+@pytest.mark.parametrize("case", ["qwen2-tiny", "qwen3-tiny", "qwen3.5-tiny"])
 def test_parameters_are_those_of_the_model(case, tmp_path):
     recipe = recipes.load(case)
     shapes = sources._configure(recipe, tmp_path)
     counted = sum(math.prod(shape) for shape in shapes.values())
-    assert memory.parameters(recipe.config, qk_norm=True) == counted
+    biased = case == "qwen2-tiny"
+    assert memory.parameters(recipe.config, not biased, qkv_bias=biased) == counted
 
 
 def test_parameters_of_a_tied_llama():
@@ -24,9 +25,16 @@ def test_parameters_of_a_tied_llama():
     assert memory.parameters(config, qk_norm=False) == 134_515_008  # as published
 
 
-def test_ranks_share_all_but_norms():
+def test_parameters_of_a_model_with_a_bias():
     config = recipes.load("qwen3-tiny").config
-    one, two = (memory.parameters(config, True, tp) for tp in (1, 2))
+    plain, biased = (memory.parameters(config, False, qkv_bias=bias) for bias in (False, True))
+    assert biased - plain == 4 * (4 + 2 + 2) * 64
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_ranks_share_all_but_norms(biased):
+    config = recipes.load("qwen3-tiny").config
+    one, two = (memory.parameters(config, True, tp, qkv_bias=biased) for tp in (1, 2))
     norms = config["num_hidden_layers"] * (2 * config["hidden_size"] + 2 * config["head_dim"])
     norms += config["hidden_size"]
     assert 2 * (two - norms) == one - norms

@@ -18,6 +18,32 @@ def test_a_supported_hybrid_has_no_gap(published, hybrid, operators):
     assert reading.gaps(reading.read(published(hybrid))) == []
 
 
+@pytest.mark.parametrize("model", ["qwen2", "mimo"])
+def test_a_bias_of_queries_keys_and_values_is_no_gap_where_the_class_has_one(
+    published, operators, model, request
+):
+    path = published(request.getfixturevalue(model))
+    config = reading.read(path)
+    assert reading.gaps(config) == [] and reading.architecture(config) == "qwen2"
+    found = reading.dimensions(config, path)
+    assert found["head_dim"] == config["hidden_size"] // config["num_attention_heads"]
+    del operators["gemm.bias"]
+    assert [gap.region for gap in reading.gaps(config)] == ["gemm.bias"]
+
+
+@pytest.mark.parametrize("entry", ["mlp_bias", "use_bias"])
+def test_another_bias_is_a_gap_there_too(published, operators, qwen2, entry):
+    (gap,) = reading.gaps(reading.read(published(qwen2, **{entry: True})))
+    assert gap.region == "gemm.row_bias" and entry in gap.because
+
+
+def test_heads_that_do_not_divide_the_hidden_size_are_refused_where_they_have_to(published, mimo):
+    with pytest.raises(Refused) as caught:
+        reading.read(published(mimo, head_dim=64))
+    assert "heads of 64" in caught.value.seen
+    reading.read(published(head_dim=32))  # llama takes any
+
+
 GAPS = [
     ({"num_experts": 128}, "moe.combine"),
     ({"n_routed_experts": 8, "n_shared_experts": 1}, "moe.shared"),
@@ -28,8 +54,13 @@ GAPS = [
     ({"layer_types": ["linear_attention", "full_attention"]}, "gdn.core"),
     ({"sliding_window": 4096}, "attention.window"),
     ({"layer_types": ["sliding_attention"]}, "attention.window"),
-    ({"attention_bias": True}, "gemm.bias"),
+    ({"attention_bias": True}, "gemm.row_bias"),
+    ({"mlp_bias": True}, "gemm.row_bias"),
+    ({"qkv_bias": True}, "gemm.bias"),
     ({"model_type": "qwen2"}, "gemm.bias"),
+    ({"qk_norm": True}, "norm.rms"),
+    ({"is_causal": False}, "attention.whole"),
+    ({"dual_chunk_attention_config": {"chunk_size": 4}}, "attention.chunked"),
     ({"hidden_act": "gelu"}, "act.gelu_mul"),
     ({"rms_norm_eps": None, "layer_norm_eps": 1e-5}, "norm.layer"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "rope.scaled"),
@@ -84,7 +115,7 @@ def test_a_region_without_an_operator_is_a_gap(published, operators):
 
 
 def test_every_region_of_an_architecture_has_a_real_operator():
-    for name in ("llama", "qwen3", "qwen3_5_text"):
+    for name in ("llama", "qwen2", "qwen3", "qwen3_5_text"):
         assert reading.covered(name) == registry.regions_of(name)
 
 

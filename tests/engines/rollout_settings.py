@@ -38,7 +38,7 @@ ENGINES = {
     },
     "processed logprobs": {"logprobs_mode": "processed_logprobs"},
     "compiled": {"enforce_eager": False},
-    "architecture": {"hf_overrides": {"architectures": ["Qwen2ForCausalLM"]}},
+    "architecture": {"hf_overrides": {"architectures": ["MiMoForCausalLM"]}},
     "bias": {"hf_overrides": {"attention_bias": True}},
     "scaled rope": {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}},
     "another model": {"hf_overrides": {"rms_norm_eps": 1e-3}},

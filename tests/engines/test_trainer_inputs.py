@@ -39,6 +39,8 @@ GOOD = {
     "attention_dropout": 0.0,
 }
 
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
 HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "rope_parameters": GOOD["rope_parameters"] | {"partial_rotary_factor": 0.25},
@@ -103,6 +105,13 @@ def test_hybrid_config_is_read_as_published(tmp_path):
         ({"attention_dropout": 0.1}, "SB0605"),
         ({"attention_bias": True}, "SB0605"),
         ({"mlp_bias": True}, "SB0605"),
+        (QWEN2 | {"attention_bias": True}, "SB0605"),
+        (QWEN2 | {"mlp_bias": True}, "SB0605"),
+        (QWEN2 | {"head_dim": 64}, "SB0605"),
+        (QWEN2 | {"qk_norm": True}, "SB0605"),
+        (QWEN2 | {"is_causal": False}, "SB0605"),
+        (QWEN2 | {"dual_chunk_attention_config": {"chunk_size": 4}}, "SB0605"),
+        ({"architectures": ["MiMoForCausalLM"]}, "SB0601"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}}, "SB0605"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "SB0605"),
         ({"use_sliding_window": True}, "SB0605"),

@@ -1,7 +1,8 @@
 """Megatron's parallel linear layers on the shared GEMM.
 
 Weights, shards and gradients stay Megatron's; only the product and its sum over ranks are ours.
-Shapes: input [..., K] bf16, weight [N, K] bf16, output [..., N] bf16 (fp32 for the output layer).
+Shapes: input [..., K] bf16, weight [N, K] bf16, bias [N] bf16 of column-parallel layers that have
+one, output [..., N] bf16 (fp32 for the output layer).
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ def _refuse_unproved(layer: ColumnParallelLinear | RowParallelLinear) -> None:
             required="both off",
             hint="samebits explain SB0604",
         )
-    if layer.bias is not None or layer.gradient_accumulation_fusion:
+    # A bias that is returned would be added by someone else, after the rounding.
+    scheduled = type(layer) is ColumnParallel and not layer.skip_bias_add
+    bias = layer.bias is not None and not scheduled
+    if bias or layer.gradient_accumulation_fusion:
         raise Refused(
             "SB0605",
-            seen=f"bias={layer.bias is not None}, "
+            seen=f"{type(layer).__name__} with bias={bias}, "
             f"gradient_accumulation_fusion={layer.gradient_accumulation_fusion}",
-            required="both off",
+            required="both off, but for a bias that a column-parallel layer itself adds",
             hint="samebits explain SB0605",
         )
 
@@ -41,20 +45,20 @@ class ColumnParallel(ColumnParallelLinear):
         super().__init__(*args, **kwargs)
         _refuse_unproved(self)
 
-    def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return gemm.linear(x, weight)
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias) -> torch.Tensor:
+        return gemm.linear(x, weight, bias)
 
-    def _forward_impl(self, input, weight, *args, allreduce_dgrad=False, **kwargs):
+    def _forward_impl(self, input, weight, bias=None, *args, allreduce_dgrad=False, **kwargs):
         # Megatron hands the input over untouched when the layer itself is to reduce its gradient.
         if allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
-        return self._product(input, weight)
+        return self._product(input, weight, bias)
 
 
 class OutputLayer(ColumnParallel):
     """Vocabulary projection that keeps the fp32 accumulator: output [..., V / ranks] fp32."""
 
-    def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
         return gemm.lm_head(x, weight)
 
 

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 HOOK = "samebits"  # the name under which a patched module imports its hooks
-DENSE = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+# Qwen2's queries, keys and values have a bias, whatever its configuration says.
+QWEN2 = "Qwen2ForCausalLM"
+DENSE = ("LlamaForCausalLM", QWEN2, "Qwen3ForCausalLM")
 HYBRID = ("Qwen3_5ForCausalLM",)  # with recurrent layers: `gdn.config` knows what they need
 
 
@@ -59,10 +61,12 @@ def _check_architecture(vllm_config: VllmConfig, model) -> None:
 
         check_hybrid(vllm_config)
     else:
-        _check_dense(model, text)
+        _check_dense(model, text, found[0])
     for name in ("attention_bias", "mlp_bias", "qkv_bias"):
         if getattr(text, name, False):
-            _refuse("SB0501", f"{name}=true", "linear layers without a bias")
+            _refuse(
+                "SB0501", f"{name}=true", "no bias but that of Qwen2's queries, keys and values"
+            )
     for name, neutral in (("logit_scale", 1.0), ("final_logit_softcapping", None)):
         if getattr(text, name, neutral) not in (neutral, None):
             _refuse(
@@ -70,13 +74,27 @@ def _check_architecture(vllm_config: VllmConfig, model) -> None:
             )
 
 
-def _check_dense(model, text) -> None:
+def _check_dense(model, text, architecture: str) -> None:
     layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"} or model.get_sliding_window() is not None:
         _refuse("SB0501", f"layer types {sorted(layer_types)}", "full attention in every layer")
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1:
         _refuse("SB0501", f"rope_parameters {rope}", "the default rotary embedding, all of a head")
+    if architecture == QWEN2:
+        _check_qwen2(text)
+
+
+def _check_qwen2(text) -> None:
+    """What vLLM's class does besides, and a size that it takes from elsewhere."""
+    for name, neutral in (("qk_norm", False), ("is_causal", True)):
+        if getattr(text, name, neutral) != neutral:
+            _refuse("SB0501", f"{name}={getattr(text, name)}", f"{name}={neutral} in {QWEN2}")
+    if getattr(text, "dual_chunk_attention_config", None) is not None:
+        _refuse("SB0501", "dual_chunk_attention_config", "full attention in every layer")
+    size, heads = getattr(text, "head_dim", None), text.num_attention_heads
+    if size is not None and size * heads != text.hidden_size:
+        _refuse("SB0501", f"head_dim {size}", f"{text.hidden_size} / {heads} in {QWEN2}")
 
 
 def _check_engine(vllm_config: VllmConfig, model) -> None:

@@ -102,7 +102,8 @@ def shards(model: Any, rank: int) -> Iterator[Shard]:
 
 
 def _fused(path: str, module, packed: dict[str, list[str]], rank: int) -> Iterator[Shard]:
-    """Split one fused column-parallel weight [sum of parts, K] into its published parts."""
+    """Split one fused column-parallel weight [sum of parts, K], and its bias [sum of parts], into
+    its published parts."""
     parent, _, leaf = path.rpartition(".")
     parts = packed[leaf]
     if isinstance(module, QKVParallelLinear):
@@ -117,9 +118,10 @@ def _fused(path: str, module, packed: dict[str, list[str]], rank: int) -> Iterat
         local = [size // module.tp_size for size in whole]
     start = 0
     for name, rows, total in zip(parts, local, whole, strict=True):
-        data = module.weight.data[start : start + rows]
-        place = (slice(rank * rows, (rank + 1) * rows), slice(None))
-        yield Shard(f"{parent}.{name}.weight", (total, data.shape[1]), place, data)
+        for kind, parameter in module.named_parameters(recurse=False):
+            data = parameter.data[start : start + rows]
+            place = (slice(rank * rows, (rank + 1) * rows), *(slice(None) for _ in data.shape[1:]))
+            yield Shard(f"{parent}.{name}.{kind}", (total, *data.shape[1:]), place, data)
         start += rows
 
 

@@ -44,16 +44,17 @@ class CudaWorker(Hooked, Worker):
                 sm90.admit(*shape)
 
 
-def products(model: Any) -> Iterator[tuple[int, int, int, torch.dtype]]:
-    """(N, K, leaves, output) of every matrix product of this rank, as `gemm.sm90.admit` takes."""
+def products(model: Any) -> Iterator[tuple[int, int, int, torch.dtype, bool]]:
+    """(N, K, leaves, output, with a bias) of every matrix product of this rank, as
+    `gemm.sm90.admit` takes them."""
     for module in model.modules():
         if isinstance(module, LinearBase) and module.weight.dim() != 2:
             continue  # the convolution of a recurrent layer, whose weight vLLM keeps in one
         if isinstance(module, RowParallelLinear):
             leaves = runtime.contract().plan("gemm.row").local(module.tp_size).leaves
             output = torch.bfloat16 if module.tp_size == 1 else torch.float32
-            yield *module.weight.shape, leaves, output
+            yield *module.weight.shape, leaves, output, False
         elif isinstance(module, LinearBase):
-            yield *module.weight.shape, 1, torch.bfloat16
+            yield *module.weight.shape, 1, torch.bfloat16, module.bias is not None
         elif isinstance(module, ParallelLMHead):
-            yield *module.weight.shape, 1, torch.float32
+            yield *module.weight.shape, 1, torch.float32, False
