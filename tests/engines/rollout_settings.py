@@ -1,8 +1,8 @@
 """Runs in a process with the patched tree: what vLLM's front end refuses, and how it draws.
 
 `python rollout_settings.py MODEL` prints JSON {case: error id, or null where it is accepted}, and
-under "draws" the tokens that one seed gives in three batches. With `hybrid` behind it, the cases of
-a model with recurrent layers.
+under "draws" the tokens that one seed gives in three batches. With `hybrid` or `qwen2` behind it,
+the cases of a model with recurrent layers, or with a bias.
 """
 
 from __future__ import annotations
@@ -59,6 +59,15 @@ HYBRID_ENGINES = {
     "speculation": ENGINES["speculation"],
     "heads of 64": {"hf_overrides": {"linear_key_head_dim": 64}},
     "another model": {"hf_overrides": {"rms_norm_eps": 1e-3}},
+}
+QWEN2_ENGINES = {
+    "plain": {},
+    "two ranks": {"tensor_parallel_size": 2},
+    "output bias": {"hf_overrides": {"attention_bias": True}},
+    "mlp bias": {"hf_overrides": {"mlp_bias": True}},
+    "norms of queries and keys": {"hf_overrides": {"qk_norm": True}},
+    "other heads": {"hf_overrides": {"head_dim": 64}},
+    "another class": {"hf_overrides": {"architectures": ["LlamaForCausalLM"]}},
 }
 SAMPLED = {"seed": 1, "max_tokens": 4, "logprobs": 0}
 SCORED = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
@@ -139,5 +148,7 @@ def _draws() -> list[int]:
 if __name__ == "__main__":
     if sys.argv[2:] == ["hybrid"]:
         print(json.dumps(_engines(sys.argv[1], GOOD | RECURRENT, HYBRID_ENGINES)))
+    elif sys.argv[2:] == ["qwen2"]:
+        print(json.dumps(_engines(sys.argv[1], GOOD, QWEN2_ENGINES)))
     else:
         main(sys.argv[1])

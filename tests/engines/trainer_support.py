@@ -28,6 +28,7 @@ QWEN3 = {
     "head_dim": 32,
     "vocab_size": VOCAB,
 }
+QWEN2 = QWEN3  # the same sizes, with biases instead of norms of queries and keys
 LLAMA = QWEN3 | {
     "hidden_size": 192,
     "num_attention_heads": 3,
