@@ -6,7 +6,9 @@ Environment (the only switches; none of them weakens a check):
     SAMEBITS_PLATFORM    `cpu` (default) or `sm90`: the kind of chip that the case's recipe names;
                          a contract of another platform is refused
     SAMEBITS_ARITHMETIC  `aligned` (default) or `stock`: stock leaves each engine's own modules
-                         and torch's native operators in place and serves as negative control
+                         and torch's native operators in place and serves as negative control.
+                         `only:REGION,REGION` aligns these regions and leaves all others stock: a
+                         rung of a ladder (`samebits.gates.ladder`), and a control like stock
     SAMEBITS_FAULT       name of a planted fault (`samebits.faults`), for negative controls only;
                          evidence records it, and a run that carries one can never be EQUAL
     SAMEBITS_TRACE       folder of a trace (`samebits.trace`); while it exists, every aligned call
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 
 PLATFORMS = ("cpu", "sm90")
+_ONLY = "only:"
 
 
 def platform() -> str:
@@ -42,22 +46,49 @@ def platform() -> str:
     return value
 
 
+def only(regions: Iterable[str]) -> str:
+    """The value of SAMEBITS_ARITHMETIC under which these regions are aligned and no other is."""
+    return _ONLY + ",".join(sorted(regions))
+
+
 def arithmetic() -> str:
-    """`aligned` or `stock`."""
+    """`aligned`, `stock`, or `only:` and regions; Refused SB0301 for anything else."""
     value = os.environ.get("SAMEBITS_ARITHMETIC", "aligned")
-    if value not in ("aligned", "stock"):
-        raise Refused(
-            "SB0301",
-            seen=f"SAMEBITS_ARITHMETIC={value}",
-            required="aligned or stock",
-            hint="unset SAMEBITS_ARITHMETIC",
-        )
+    _regions_of(value)
     return value
 
 
-def aligned() -> bool:
-    """Whether this process computes with the shared operators."""
-    return arithmetic() == "aligned"
+def aligned(region: str | None = None) -> bool:
+    """Whether this process computes `region` with its shared operator; without one, every region.
+
+    Where only some regions are aligned the process is a control, whatever they are.
+    """
+    value = arithmetic()
+    return value == "aligned" if region is None else region in _regions_of(value)
+
+
+def regions() -> frozenset[str]:
+    """The regions that this process computes with the shared operators; none when it is stock."""
+    return _regions_of(arithmetic())
+
+
+@functools.cache
+def _regions_of(value: str) -> frozenset[str]:
+    from samebits.ops.registry import REGIONS, TOGETHER
+
+    if value in ("aligned", "stock"):
+        return frozenset(REGIONS if value == "aligned" else ())
+    named = frozenset(value.removeprefix(_ONLY).split(","))
+    parted = named & set(TOGETHER) and set(TOGETHER) - named
+    if not value.startswith(_ONLY) or named - set(REGIONS) or parted:
+        raise Refused(
+            "SB0301",
+            seen=f"SAMEBITS_ARITHMETIC={value}",
+            required=f"aligned, stock, or {_ONLY} and some of {', '.join(REGIONS)}"
+            + (f"; all of {', '.join(TOGETHER)} or none" if parted else ""),
+            hint="unset SAMEBITS_ARITHMETIC",
+        )
+    return named
 
 
 def fault() -> str | None:

@@ -136,13 +136,13 @@ class Trainer:
                     required="one contract per process",
                     hint="unset SAMEBITS_CONTRACT",
                 )
-        if not runtime.aligned() and not os.environ.get("SAMEBITS_CONTRACT"):
+        if not runtime.regions() and not os.environ.get("SAMEBITS_CONTRACT"):
             return
         loaded = runtime.contract()
         loaded.check_model(json.loads((model_dir / "config.json").read_text()))
         loaded.check_tp("trainer", self.tp_size)
         self.contract_digest = loaded.digest
-        if runtime.aligned():
+        if runtime.regions():
             self.binding = loaded.bind("trainer")
 
     def _init_groups(self, rendezvous: str | None, seed: int) -> None:
@@ -269,11 +269,11 @@ class Trainer:
         if layout == "packed" and not runtime.aligned():
             raise Refused(
                 "SB0611",
-                seen="layout packed with stock arithmetic",
+                seen=f"layout packed with arithmetic {runtime.arithmetic()}",
                 required="layout padded",
                 hint="samebits explain SB0611",
             )
-        batch = batches.inputs(sequences, layout, with_mask=not runtime.aligned())
+        batch = batches.inputs(sequences, layout, with_mask=not runtime.aligned("attention"))
         batch = batch.to(self.device)
         packed = None
         if batch.cu_seqlens is not None:

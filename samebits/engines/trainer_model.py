@@ -256,7 +256,7 @@ def transformer_config(arch: Architecture, tp: int):
         qk_layernorm=arch.qk_norm,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        use_te_activation_func=runtime.aligned(),
+        use_te_activation_func=runtime.aligned("act.silu_mul"),
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         attention_dropout=0.0,

@@ -59,6 +59,11 @@ _BY_ARCHITECTURE = {"llama": DENSE, "qwen2": BIASED, "qwen3": DENSE, "qwen3_5_te
 # Every region that a contract can bind.
 REGIONS = tuple(dict.fromkeys(BIASED + HYBRID))
 
+# What one class of an engine computes as a whole: a control aligns all of these or none. The state
+# that vLLM keeps of a recurrent layer has the form of the core's schedule, and its convolution, its
+# l2 norm, its gate and the norm of its output read or write what that class hands on.
+TOGETHER = ("gdn.conv", "gdn.l2_norm", "gdn.gate", "gdn.core", "norm.gated")
+
 # The operator packages that register implementations when imported.
 OPERATORS = (
     "embedding",

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from samebits import runtime
 from samebits.ops import embedding
-from samebits.runtime import aligned as bound
 
-__all__ = ["bound", "lookup"]
+
+def bound() -> bool:
+    """Whether rows of the embedding are ours."""
+    return runtime.aligned("embedding")
 
 
 def lookup(layer: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -93,4 +93,4 @@ def _rank_order_sum(x, weight, group) -> torch.Tensor:
 
 def output_layer(default: type) -> type:
     """Class of the model's output layer: ours when aligned, else Megatron's choice."""
-    return OutputLayer if runtime.aligned() else default
+    return OutputLayer if runtime.aligned("gemm.lm_head") else default

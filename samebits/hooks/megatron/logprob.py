@@ -7,9 +7,11 @@ import torch
 from samebits import bits, runtime
 from samebits.errors import Refused
 from samebits.ops import logprob
-from samebits.runtime import aligned as bound
 
-__all__ = ["bound", "cross_entropy", "row_digests"]
+
+def bound() -> bool:
+    """Whether log-probabilities of targets are ours."""
+    return runtime.aligned("logprob")
 
 
 def _shard(logits: torch.Tensor, group) -> dict:
@@ -24,7 +26,8 @@ def cross_entropy(
 ) -> torch.Tensor:
     """logits [..., V / ranks] fp32, target [...] int64 -> -log p(target) [...] fp32.
 
-    Negation is exact, so the loss carries the bits of the log-probability.
+    Negation is exact, so the loss carries the bits of the log-probability. A stock output layer
+    gives bf16 logits, which are widened first, as upstream widens them.
     """
     from megatron.core.parallel_state import get_tensor_model_parallel_group
 
@@ -37,6 +40,8 @@ def cross_entropy(
         )
     plan = runtime.contract().plan("logprob")
     flat = logits.reshape(-1, logits.shape[-1])
+    if not runtime.aligned("gemm.lm_head"):
+        flat = flat.float()
     shard = _shard(logits, get_tensor_model_parallel_group())
     return -logprob.selected(flat, target.reshape(-1), plan, **shard).view(target.shape)
 

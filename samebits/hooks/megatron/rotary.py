@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from samebits import runtime
 from samebits.errors import Refused
 from samebits.hooks.megatron import device
 from samebits.ops import rotary
-from samebits.runtime import aligned as bound
-
-__all__ = ["apply", "bound", "table"]
 
 # Tables are made for a multiple of this many positions, so that new lengths seldom make new ones.
 _STEP = 512
+
+
+def bound() -> bool:
+    """Whether tables and the rotation are ours."""
+    return runtime.aligned("rope")
 
 
 def _refuse(seen: str, required: str) -> Refused:

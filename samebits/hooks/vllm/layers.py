@@ -1,6 +1,6 @@
 """What the patched linear and embedding layers call: vLLM's shapes, sums of `samebits.ops`.
 
-Every function is reached only when `aligned()` is true, so that the switch off means upstream code.
+Every function is reached only where its region is aligned: elsewhere upstream's code runs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ from samebits import runtime
 from samebits.errors import Refused
 from samebits.hooks.vllm.plugin import wanted
 
-__all__ = ["aligned", "embed", "linear", "lm_head", "row_parallel"]
+__all__ = ["aligned", "embed", "linear", "lm_head", "multiplies", "row_parallel"]
 
 
 @functools.cache
-def aligned() -> bool:
-    """True when this process computes with the aligned operators; asked once per process."""
-    return wanted() and runtime.aligned()
+def aligned(region: str) -> bool:
+    """True when this process computes `region` with its aligned operator; asked once."""
+    return wanted() and runtime.aligned(region)
+
+
+def multiplies(layer) -> bool:
+    """True when the product of a linear layer is ours: `gemm.row` where ranks split K, else
+    `gemm.column`. Both reach one method of vLLM's, which knows the layer only."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    return aligned("gemm.row" if isinstance(layer, RowParallelLinear) else "gemm.column")
 
 
 def _group(size: int) -> torch.distributed.ProcessGroup | None:

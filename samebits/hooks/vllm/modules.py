@@ -7,6 +7,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+from samebits import runtime
 from samebits.errors import Refused
 from samebits.ops import rms_norm, rotary, silu_mul
 
@@ -68,7 +69,10 @@ class AlignedRotaryEmbedding(RotaryEmbedding):
 
 
 def register() -> None:
-    """Register the classes with vLLM's out-of-tree registry; once per process."""
-    RMSNorm.register_oot(AlignedRMSNorm, name="RMSNorm")
-    SiluAndMul.register_oot(AlignedSiluAndMul, name="SiluAndMul")
-    RotaryEmbedding.register_oot(AlignedRotaryEmbedding, name="RotaryEmbedding")
+    """Register the classes of aligned regions with vLLM's out-of-tree registry; once a process."""
+    if runtime.aligned("norm.rms"):
+        RMSNorm.register_oot(AlignedRMSNorm, name="RMSNorm")
+    if runtime.aligned("act.silu_mul"):
+        SiluAndMul.register_oot(AlignedSiluAndMul, name="SiluAndMul")
+    if runtime.aligned("rope"):
+        RotaryEmbedding.register_oot(AlignedRotaryEmbedding, name="RotaryEmbedding")

@@ -28,7 +28,7 @@ class CpuPlatform(VllmCpuPlatform):
         """Path of the backend class: paged when aligned, else the stock one."""
         from samebits import runtime
 
-        name = "PagedBackend" if runtime.aligned() else "SdpaBackend"
+        name = "PagedBackend" if runtime.aligned("attention") else "SdpaBackend"
         return f"samebits.hooks.vllm.attention.{name}"
 
     @classmethod

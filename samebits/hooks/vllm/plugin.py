@@ -14,9 +14,9 @@ _registered = False
 
 
 def wanted() -> bool:
-    """True when this process was started for a case: a contract is named, or the control runs."""
+    """True when this process was started for a case: a contract is named, or a control runs."""
     return bool(os.environ.get("SAMEBITS_CONTRACT")) or (
-        os.environ.get("SAMEBITS_ARITHMETIC") == "stock"
+        os.environ.get("SAMEBITS_ARITHMETIC", "aligned") != "aligned"
     )
 
 
@@ -50,7 +50,7 @@ def platform() -> str | None:
 
 
 def register() -> None:
-    """Register the model loader, hybrid models and, when aligned, the out-of-tree layers."""
+    """Register the model loader, hybrid models and the out-of-tree layers of aligned regions."""
     global _registered
     if _registered or _chosen() is None:
         return
@@ -66,9 +66,10 @@ def register() -> None:
 
     loader.register()
     gdn.register()
-    if runtime.aligned():
+    if runtime.regions():
         from samebits.hooks.vllm import modules
 
-        faults.install()
         modules.register()
+    if runtime.aligned():
+        faults.install()
     trace.install("rollout")  # here, since a worker process may be spawned and inherit nothing

@@ -149,8 +149,8 @@ class Hooked(Extension, WorkerBase):
 
 
 def _bind() -> dict:
-    """Run the contract's checks on this process's operators; nothing to bind in the control."""
-    if not runtime.aligned():
+    """Run the contract's checks on this process's operators; stock binds none."""
+    if not runtime.regions():
         return {}
     binding = runtime.contract().bind("rollout")
     return {

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The hybrid decoder block of `config`: ours when aligned, Megatron's own when stock."""
-    from samebits import runtime
+    """The hybrid decoder block of `config`: ours where aligned, Megatron's own elsewhere."""
+    from samebits.hooks.megatron.gdn.spec import block_spec as chosen
 
-    if runtime.aligned():
-        from samebits.hooks.megatron.gdn.spec import block_spec as chosen
-    else:
-        from samebits.hooks.megatron.gdn.stock import block_spec as chosen
     return chosen(config)

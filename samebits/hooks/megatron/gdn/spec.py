@@ -1,4 +1,7 @@
-"""The aligned hybrid block: gated delta nets and gated full attention in the configured pattern."""
+"""The hybrid block: gated delta nets and gated full attention in the configured pattern.
+
+Parts of aligned regions are ours; all others are Megatron's local ones and those of `stock`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from samebits import runtime
 from samebits.errors import Refused
+from samebits.hooks.megatron.gdn import stock
 from samebits.hooks.megatron.gdn.attention import GatedSelfAttention
 from samebits.hooks.megatron.gdn.layer import GatedDeltaNet
 from samebits.hooks.megatron.gdn.norm import GatedRMSNorm, ZeroCentredRMSNorm
@@ -22,11 +27,12 @@ class HybridSpecProvider(SamebitsSpecProvider):
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False):
         """Every norm over the hidden size, and of queries and keys, adds 1 to its weight."""
-        return ZeroCentredRMSNorm
+        ours = runtime.aligned("norm.rms_zero_centred")
+        return ZeroCentredRMSNorm if ours else stock.TorchZeroCentredNorm
 
     def self_attention(self) -> type:
-        """Attention whose output is gated by the shared operator."""
-        return GatedSelfAttention
+        """Attention whose output is gated by the shared operator where that is aligned."""
+        return GatedSelfAttention if runtime.aligned("attention.gate") else super().self_attention()
 
 
 def refuse_unproved(config: TransformerConfig) -> None:
@@ -53,11 +59,13 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """One spec for each layer of `config.linear_attention_freq`, and the final norm."""
     refuse_unproved(config)
     provider = HybridSpecProvider()
+    ours = runtime.aligned("gdn.core")
+    net, norm = (GatedDeltaNet, GatedRMSNorm) if ours else stock.delta_net()
     linear = ModuleSpec(
-        module=GatedDeltaNet,
+        module=net,
         submodules=GatedDeltaNetSubmodules(
             in_proj=provider.column_parallel_linear(),
-            out_norm=GatedRMSNorm,
+            out_norm=norm,
             out_proj=provider.row_parallel_linear(),
         ),
     )

@@ -24,7 +24,7 @@ class CudaPlatform(VllmCudaPlatform):
     @classmethod
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None) -> str:
         """Path of the backend class: paged when aligned, else vLLM's own choice."""
-        if runtime.aligned():
+        if runtime.aligned("attention"):
             return "samebits.hooks.vllm.cuda.attention.PagedBackend"
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
 

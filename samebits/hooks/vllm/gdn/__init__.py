@@ -16,7 +16,7 @@ def register() -> None:
     ModelRegistry.register_model(
         "Qwen3_5ForCausalLM", f"samebits.hooks.vllm.{module}:Qwen3_5ForCausalLM"
     )
-    if runtime.aligned():
+    if runtime.aligned("norm.rms_zero_centred"):
         from samebits.hooks.vllm.gdn import norm
 
         norm.register()

@@ -236,13 +236,14 @@ class StockDeltaNet(DeltaNet):
 
 def attention_class() -> type[Qwen3NextAttention]:
     """Class of full attention layers: ours when aligned, else vLLM's."""
-    return AlignedAttention if runtime.aligned() else Qwen3NextAttention
+    return AlignedAttention if runtime.aligned("attention.gate") else Qwen3NextAttention
 
 
 def delta_net_class() -> type[DeltaNet]:
     """Class of recurrent layers for this process's arithmetic and platform."""
+    aligned = runtime.aligned("gdn.core")
     if runtime.platform() == "sm90":
         from samebits.hooks.vllm.cuda import gdn
 
-        return gdn.AlignedDeltaNet if runtime.aligned() else gdn.StockDeltaNet
-    return AlignedDeltaNet if runtime.aligned() else StockDeltaNet
+        return gdn.AlignedDeltaNet if aligned else gdn.StockDeltaNet
+    return AlignedDeltaNet if aligned else StockDeltaNet

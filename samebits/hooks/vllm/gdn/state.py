@@ -33,7 +33,7 @@ def spec(
     """
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     window = ("window", (width - 1, channels), dtype)
-    if not runtime.aligned():
+    if not runtime.aligned("gdn.core"):
         return ("state", (value_heads, key_dim, value_dim), torch.float32), window
     from samebits.ops import gdn
 
