@@ -33,7 +33,7 @@ PACKAGES = (
 
 # Environment variables that can move bits (a trailing * is a prefix), with the reason.
 VARIABLES = {
-    "SAMEBITS_ARITHMETIC": "chooses aligned or stock arithmetic",
+    "SAMEBITS_ARITHMETIC": "chooses aligned or stock arithmetic, or regions of either",
     "SAMEBITS_CONTRACT": "names the contract",
     "SAMEBITS_FAULT": "plants a fault",
     "SAMEBITS_PLATFORM": "chooses the kind of chip that operators run on",

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from samebits import bench, cases, recipe
+from samebits import bench, cases, markdown, recipe
 from samebits.casework import steps
 from samebits.errors import NotObserved
 from samebits.patching import pins
@@ -37,11 +36,6 @@ LEGS = {
 }
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
 def case_table() -> str:
     """Per case: platform and verdict, then tokens and mismatches of each leg."""
     rows = []
@@ -59,7 +53,7 @@ def case_table() -> str:
         )
     legend = "\n".join(f"- **{leg}**: {text}" for leg, text in LEGS.items())
     columns = ["case", "platform", "verdict", "mismatches of tokens, per leg", "not shown", "date"]
-    table = _table([*columns, "reproduced"], rows)
+    table = markdown.table([*columns, "reproduced"], rows)
     return f"{table}\n\n{legend}"
 
 
@@ -77,7 +71,7 @@ def step_table() -> str:
         for state in states
         if state.state in (steps.OUT, steps.BLOCKED)
     }
-    table = _table(["step", "shows", *found], rows)
+    table = markdown.table(["step", "shows", *found], rows)
     return "\n".join(
         [table, "", *(f"- {name}, not shown: {why}" for name, why in reasons)]
     ).rstrip()
@@ -104,7 +98,7 @@ def control_table() -> str:
                     f"{control['mismatches']:,} of {control['tokens']:,}",
                 ]
             )
-    return _table(["case", "leg", "pair", "mismatches", "control", "its mismatches"], rows)
+    return markdown.table(["case", "leg", "pair", "mismatches", "control", "its mismatches"], rows)
 
 
 def _benchmark(row: dict) -> list[str]:
@@ -145,10 +139,10 @@ def bench_table() -> str:
     for hardware, rows in machines.items():
         if len(rows) <= MANY_ROWS:
             header = ["work", "ours", "against", "ratio", "target", "met"]
-            table = _table(header, [_benchmark(row) for row in rows])
+            table = markdown.table(header, [_benchmark(row) for row in rows])
         else:
             header = ["operator", "against", "rows", "median ratio", "ratios", "targets met"]
-            table = _table(header, _kinds(rows))
+            table = markdown.table(header, _kinds(rows))
         parts.append(f"On {hardware}, {max(row['date'] for row in rows)}:\n\n{table}")
     return "\n\n".join(parts)
 
@@ -163,7 +157,7 @@ def pin_table() -> str:
             lines = (line.strip() for line in order.read_text().splitlines())
             count = sum(bool(line) and not line.startswith("#") for line in lines)
         rows.append([pin.name, f"{pin.distribution} {pin.version}", pin.tag, str(count)])
-    return _table(["upstream", "release", "tag", "patches"], rows)
+    return markdown.table(["upstream", "release", "tag", "patches"], rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -178,11 +172,10 @@ PAGES = {"README.md": ("cases", "steps", "controls", "bench", "pins")}
 
 def rendered(text: str, names: tuple[str, ...], page: str) -> str:
     for name in names:
-        pattern = re.compile(rf"(<!-- {name}: generated -->\n).*?(<!-- end -->)", re.DOTALL)
-        if not pattern.search(text):
+        made = markdown.replaced(text, name, PARTS[name](), page)
+        if made is None:
             sys.exit(f"{page} has no `<!-- {name}: generated -->` .. `<!-- end -->`")
-        body = PARTS[name]()
-        text = pattern.sub(lambda m, body=body: f"{m[1]}{body}\n{m[2]}", text)
+        text = made
     return text
 
 

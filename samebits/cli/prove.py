@@ -1,4 +1,4 @@
-"""`samebits prove CASE`: run the legs of a case, or locate where one sequence differs."""
+"""`samebits prove CASE`: run the legs of a case, its ladder, or locate where a sequence differs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,33 @@ def prove(
             help="With --locate: look behind one comparison of the evidence only.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the statement.")] = False,
+    ladder: Annotated[
+        bool,
+        typer.Option(
+            "--ladder",
+            help="Align one region after the other; write counts and costs to the case folder.",
+        ),
+    ] = False,
+    order: Annotated[
+        str | None,
+        typer.Option(metavar="REGION,...", help="With --ladder: regions that are aligned first."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="With --ladder: reuse no rung that was measured.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the statement, or the ladder.")
+    ] = False,
 ) -> None:
     """Run every leg with its negative control, and judge the counts.
 
     Finished stages of an interrupted run are reused. On a difference, `difference.json` beside the
     evidence says which layer, region and element differ first.
+
+    With --ladder, regions are aligned one by one in both engines, from all stock: what still
+    differs, and what a token costs, go into `ladder.json` and `broke.md` of the case (with --quick
+    beside its runs). Exit code 0 when the last rung is at 0 and stock is not, 1 when the last rung
+    differs, 3 when stock does not.
     """
     from samebits.errors import Refused, shown, word
 
@@ -58,6 +79,12 @@ def prove(
             required="the sequence that differs",
             hint=f"samebits prove {word(case)} --locate 0 --pair {word(pair)}",
         )
+    if (order is not None or fresh) and not ladder:
+        raise typer.BadParameter("--order and --fresh belong to --ladder")
+    if ladder and locate is not None:
+        raise typer.BadParameter("give one of --ladder and --locate")
+    if ladder:
+        raise typer.Exit(_ladder(case, quick, order, fresh, as_json))
     if locate is not None:
         raise typer.Exit(_locate(case, locate, pair, quick, record, as_json))
     from samebits import env
@@ -108,6 +135,24 @@ def _locate(
         print(f"{case}, sequence {sequence}: {len(found)} pairs of {pairs} differ")
     told = any(report.note is None or report.left.bits != "-" for report in found)
     return 1 if told else 3 if found else 0
+
+
+def _ladder(case: str, quick: bool, order: str | None, fresh: bool, as_json: bool) -> int:
+    """The exit code of a ladder."""
+    from dataclasses import asdict
+
+    from samebits.casework.ladder import COLUMNS, rows
+    from samebits.gates.ladder import climb
+
+    found = climb(case, quick=quick, order=order.split(",") if order else (), fresh=fresh)
+    if as_json:
+        show_json(asdict(found))
+    else:
+        show_table(COLUMNS, rows(found), right=COLUMNS[1:])
+        for leg in found.silent:
+            print(f"- leg {leg}: stock does not differ, its column says nothing")
+        print(found.summary())
+    return found.exit_code
 
 
 def _table(predicate) -> None:

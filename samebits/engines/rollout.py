@@ -51,7 +51,7 @@ class RolloutSettings:
     platform     `cpu` or `sm90`, as `runtime.platform`
     kv_blocks    pages of the KV cache; few of them force preemption
     cuda_graphs  replay captured decode steps (on a GPU); else every step is eager
-    arithmetic   `aligned`, or `stock` for the negative control
+    arithmetic   `aligned`, or for negative controls `stock` or `runtime.only(regions)`
     fault        name of a planted fault (negative controls only)
     trace        folder to record operators in while it exists (`samebits.trace`)
     series       patch series of vLLM to run with

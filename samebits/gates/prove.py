@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from samebits import evidence, faults, files
+from samebits import evidence, faults, files, runtime
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.contract.platform import describe, require
+from samebits.errors import Refused
 from samebits.evidence import DifferenceReport, required, rows
 from samebits.evidence.pairs import of_layouts
 from samebits.evidence.statement import Statement
@@ -34,6 +35,9 @@ from samebits.gates.run import Run, Stage, clock, say
 from samebits.gates.streams import Counts, Stream, compare
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
+
+if TYPE_CHECKING:
+    from samebits.gates import ladder
 
 # Tokens of the longest sequence up to which runs that are not recorded fill the stress engine.
 _SHORT = 512
@@ -116,16 +120,24 @@ class Outcome:
     differences: Sequence[DifferenceReport] = ()
 
 
-def open_run(case: str, size: Size, prefix: str = "") -> Run:
+def open_run(case: str, size: Size | ladder.Size, prefix: str = "") -> Run:
     """Recipe, contract and model of a case; everything missing is prepared or refused.
 
-    Refused before anything is downloaded or started: a platform that this machine is not (SB0450,
-    SB0451), a contract that does not fit the recipe, sources that are not those it binds (SB0309),
-    a patched tree that is missing (SB0115) or was edited (SB0114).
+    Refused before anything is downloaded or started: the arithmetic of a control in this process
+    (SB0930), a platform that this machine is not (SB0450, SB0451), a contract that does not fit the
+    recipe, sources that are not those it binds (SB0309), a patched tree that is missing (SB0115) or
+    was edited (SB0114).
     """
     from samebits.patching import trees
     from samebits.weights import sources
 
+    if runtime.regions() and not runtime.aligned():
+        raise Refused(
+            "SB0930",
+            seen=f"SAMEBITS_ARITHMETIC={runtime.arithmetic()}",
+            required="no SAMEBITS_ARITHMETIC",
+            hint="unset SAMEBITS_ARITHMETIC",
+        )
     recipe = recipes.load(case)
     require(recipe.platform)
     contract = Contract.of(recipe)
@@ -138,7 +150,7 @@ def open_run(case: str, size: Size, prefix: str = "") -> Run:
 
 
 @contextlib.contextmanager
-def locked_run(case: str, size: Size, **kept_apart: str) -> Iterator[Run]:
+def locked_run(case: str, size: Size | ladder.Size, **kept_apart: str) -> Iterator[Run]:
     """`open_run` while no other run of this case works in this checkout (SB0108)."""
     recipe = recipes.load(case)
     with Workspace.find().lock(f"run-{recipe.case}", wait_seconds=0):
