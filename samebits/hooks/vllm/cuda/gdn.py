@@ -107,20 +107,20 @@ class Qwen3_5ForCausalLM(model.Qwen3_5ForCausalLM):
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig):
         """Shapes of the tensors of one state, for vLLM's cache."""
-        if runtime.aligned():
+        if runtime.aligned("gdn.core"):
             return super().get_mamba_state_shape_from_config(vllm_config)
         return Qwen3NextForCausalLM.get_mamba_state_shape_from_config(vllm_config)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig):
         """Their dtypes, in the same order."""
-        if runtime.aligned():
+        if runtime.aligned("gdn.core"):
             return super().get_mamba_state_dtype_from_config(vllm_config)
         return Qwen3NextForCausalLM.get_mamba_state_dtype_from_config(vllm_config)
 
     @classmethod
     def get_mamba_state_copy_func(cls):
         """How each of them moves from page to page."""
-        if runtime.aligned():
+        if runtime.aligned("gdn.core"):
             return super().get_mamba_state_copy_func()
         return Qwen3NextForCausalLM.get_mamba_state_copy_func()
