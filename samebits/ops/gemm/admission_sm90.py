@@ -130,6 +130,8 @@ def _admission(shape: Shape, biased: bool) -> Admission:
             tiles = biased_tiles_of(shape) if biased else tiles_of(shape)
             output = {dtype: name for name, dtype in OUTPUTS.items()}[dtype]
             elements = sum(_tested(kind, shape, tiles, biased) for kind in KINDS)
+            # Operands of an output layer are gigabytes, and other processes share the GPU.
+            torch.cuda.empty_cache()
             _admitted[key] = Admission(n, k, leaves, output, biased, elements, tiles)
         return _admitted[key]
 

@@ -21,13 +21,21 @@ BIAS_EXPONENTS = {
 
 
 def bf16(shape: tuple[int, ...], low: int, high: int, random: torch.Generator) -> torch.Tensor:
-    """Either sign, random mantissa, exponents uniform in [low, high); -127 gives subnormals."""
+    """Either sign, random mantissa, exponents uniform in [low, high); -127 gives subnormals.
 
-    def draw(start: int, stop: int) -> torch.Tensor:
-        return torch.randint(start, stop, shape, generator=random, device="cuda")
+    In 16 bits throughout: an output layer has a thousand million weights.
+    """
+    bits = integers(shape, 0, 2, random) << 15
+    bits |= integers(shape, low + 127, high + 127, random) << 7
+    bits |= integers(shape, 0, 128, random)
+    return bits.view(torch.bfloat16)
 
-    bits = (draw(0, 2) << 15) | (draw(low + 127, high + 127) << 7) | draw(0, 128)
-    return torch.where(bits > 32767, bits - 65536, bits).to(torch.int16).view(torch.bfloat16)
+
+def integers(shape: tuple[int, ...], low: int, high: int, random: torch.Generator) -> torch.Tensor:
+    """int16, uniform in [low, high), on the GPU."""
+    return torch.randint(
+        low, high, shape, generator=random, device=random.device, dtype=torch.int16
+    )
 
 
 def operands(kind: str, m: int, n: int, k: int, random: torch.Generator) -> Pair:
@@ -41,12 +49,9 @@ def operands(kind: str, m: int, n: int, k: int, random: torch.Generator) -> Pair
 
     if kind == "normal":
         x, w = (torch.randn(r, k, generator=random, device="cuda") for r in (m, n))
-        return x.bfloat16(), (w * 0.02).bfloat16()
+        return x.bfloat16(), w.mul_(0.02).bfloat16()
     if kind == "ties":  # small integers: exact sums, many halfway between two bf16
-        x, w = (
-            torch.randint(-16, 17, (r, k), generator=random, device="cuda").bfloat16()
-            for r in (m, n)
-        )
+        x, w = (integers((r, k), -16, 17, random).bfloat16() for r in (m, n))
         return x, w
     if kind == "zeros":  # of both signs, and few other terms
         x, w = both(-2, 2)
