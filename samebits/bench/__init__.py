@@ -6,6 +6,7 @@ import datetime
 import importlib
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +15,46 @@ from samebits.errors import NotObserved, Refused, word
 from samebits.patching.workspace import Workspace
 
 NAMES = ("gemm", "attention", "rms_norm", "rotary", "silu_mul", "logprob", "rollout")
+# Needs a GPU and the name of a case; its rows are recorded beside those of `samebits.bench.gpu`.
+ON_GPU = "engines"
+_OF_CASES = ("rollout", ON_GPU)
 
 
-def _file() -> Path:
+def _file(names: Sequence[str] = ()) -> Path:
+    """Where rows of these benchmarks are recorded."""
     from samebits.recipe import cases_folder
 
-    return cases_folder() / "bench.json"
+    return cases_folder() / ("bench-h200.json" if ON_GPU in names else "bench.json")
 
 
 def run(names: list[str], case: str | None = None) -> list[dict[str, Any]]:
     """Rows of the named benchmarks (all by default), with hardware, date and whether met.
 
-    `case` times the whole engines of that case: only the benchmark `rollout` has one.
+    `case` times the whole engines of that case: only `rollout` (on a CPU) and `engines` (on a GPU)
+    have one, and `engines` needs one.
     """
-    unknown = sorted(set(names) - set(NAMES))
+    known = (*NAMES, ON_GPU)
+    unknown = sorted(set(names) - set(known))
     if unknown:
         raise Refused(
             "SB0909",
             seen=f"benchmark {', '.join(unknown)}",
-            required=f"one of {', '.join(NAMES)}",
+            required=f"one of {', '.join(known)}",
             hint="samebits bench run --help",
         )
-    if case is not None and names != ["rollout"]:
+    if case is not None and (len(names) != 1 or names[0] not in _OF_CASES):
         raise Refused(
             "SB0909",
             seen=f"--case {case} with {', '.join(names) or 'all benchmarks'}",
-            required="the benchmark `rollout`, which times the engines of a case",
+            required="one of the benchmarks rollout and engines, which time the engines of a case",
             hint=f"samebits bench run rollout --case {word(case)}",
+        )
+    if case is None and ON_GPU in names:
+        raise Refused(
+            "SB0909",
+            seen=f"{ON_GPU} without --case",
+            required="the case whose engines are timed",
+            hint="samebits case list",
         )
     from samebits import env
 
@@ -66,15 +80,17 @@ def refuse_read_only() -> None:
         pass
 
 
-def record(rows: list[dict[str, Any]]) -> None:
+def record(rows: list[dict[str, Any]], names: Sequence[str] = ()) -> None:
     """Replace recorded rows of the same (work, hardware), keep the others."""
-    path = _file()
-    kept = {
-        (r["work"], r["hardware"]): r
-        for r in (json.loads(path.read_text()) if path.exists() else [])
-    }
-    kept.update({(r["work"], r["hardware"]): r for r in rows})
-    files.write_atomic(path, (json.dumps(list(kept.values()), indent=1) + "\n").encode())
+    path = _file(names)
+
+    def key(row: dict[str, Any]) -> tuple[str, str]:
+        return row["work"], row["hardware"]
+
+    again = {key(row) for row in rows}
+    old = json.loads(path.read_text()) if path.exists() else []
+    kept = [row for row in old if key(row) not in again]
+    files.write_atomic(path, (json.dumps(kept + rows, indent=1) + "\n").encode())
 
 
 def recorded() -> list[dict[str, Any]]:

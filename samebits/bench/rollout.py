@@ -102,7 +102,8 @@ def _gate(name: str, completions: Sequence, scores: Sequence) -> None:
         )
 
 
-def _loss(logprobs, old, advantages, mask):
+def loss(logprobs, old, advantages, mask):
+    """Mean negated log-probability of the counted tokens; importable by a trainer's process."""
     return -(logprobs * mask).sum() / mask.sum(), {}
 
 
@@ -123,5 +124,5 @@ def _trainer(case, model, arithmetic: str, whole: list[list[int]]) -> dict[str, 
         score, scores = _per_token(lambda: trainer.score(whole), tokens)
         ones = [torch.ones(len(s) - 1) for s in whole]
         batch = TrainBatch(whole, ones, ones, scores.logprobs)
-        step, _ = _per_token(lambda: trainer.train_step(batch, _loss), tokens)
+        step, _ = _per_token(lambda: trainer.train_step(batch, loss), tokens)
     return {"trainer score": score, "trainer step (forward, backward, Adam)": step}

@@ -333,7 +333,12 @@ def _overhead(case: Case) -> Found:
     rows = rows_of(case.name)
     lacking = [e for e in ("rollout", "trainer") if not any(r["work"].startswith(e) for r in rows)]
     if lacking:
-        return Found(OPEN, f"no recorded row of {' and '.join(lacking)} for this case")
+        name = {"cpu": "rollout", "sm90": "engines"}[case.recipe.platform]
+        return Found(
+            OPEN,
+            f"no recorded row of {' and '.join(lacking)} for this case",
+            f"samebits bench run {name} --case {case.name} --record",
+        )
     ratios = ", ".join(f"{r['work'].rpartition(', ')[0]} {r['ratio']:.2f}" for r in rows)
     return Found(DONE, f"ours over stock: {ratios}")
 

@@ -19,17 +19,19 @@ def run(
         list[str] | None, typer.Argument(help="Benchmarks; default: all.", metavar="NAME...")
     ] = None,
     record: Annotated[
-        bool, typer.Option("--record", help="Write the rows to cases/bench.json.")
+        bool,
+        typer.Option("--record", help="Write the rows to cases/bench.json or bench-h200.json."),
     ] = False,
     case: Annotated[
-        str | None, typer.Option(help="With `rollout`: the case whose engines are timed.")
+        str | None,
+        typer.Option(help="With `rollout` or `engines`: the case whose engines are timed."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Time each operator against its native counterpart.
 
     Both sides run in turns. A benchmark whose bit gate is red prints nothing and counts as
-    different.
+    different. `engines` needs a GPU and a case: both engines against the fastest stock ones.
     """
     from samebits import bench
 
@@ -37,7 +39,7 @@ def run(
         bench.refuse_read_only()
     rows = bench.run(names or [], case)
     if record:
-        bench.record(rows)
+        bench.record(rows, names or [])
     _print(rows, as_json)
 
 

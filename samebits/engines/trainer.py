@@ -20,6 +20,7 @@ import json
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -357,6 +358,31 @@ class Trainer:
         Every micro-batch's loss is weighted by its share of counted tokens, so a loss that is a
         mean over tokens gives the gradient of the mean over the whole batch.
         """
+        loss, metrics, logprobs = self._pass(batch, loss_fn, layout)
+        return StepResult(loss, self._finish_step(), metrics, logprobs)
+
+    def time_passes(
+        self, batch: TrainBatch, loss_fn: LossFunction, repeats: int, layout: str = "padded"
+    ) -> tuple[list[float], list[torch.Tensor]]:
+        """Seconds of forward and backward over `batch`, `repeats` times after one that does not
+        count, and the log-probabilities of the last; no weight moves."""
+        seconds, logprobs = list[float](), list[torch.Tensor]()
+        for _ in range(repeats + 1):
+            started = self._now()
+            *_, logprobs = self._pass(batch, loss_fn, layout)
+            seconds.append(self._now() - started)
+        return seconds[1:], logprobs
+
+    def _now(self) -> float:
+        """Seconds of a clock, once everything that was asked of the device has been done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _pass(
+        self, batch: TrainBatch, loss_fn: LossFunction, layout: str
+    ) -> tuple[float, dict[str, float], list[torch.Tensor]]:
+        """Gradients of a batch, and its loss, metrics and log-probabilities."""
         if self._optimizer is None:
             raise Refused(
                 "SB0613",
@@ -394,8 +420,7 @@ class Trainer:
             loss_sum += float(loss.detach()) * share
             for name, value in found.items():
                 metrics[name] = metrics.get(name, 0.0) + float(value) * share
-        grad_norm = self._finish_step()
-        return StepResult(loss_sum, grad_norm, metrics, logprobs)
+        return loss_sum, metrics, logprobs
 
     def _of(self, field: Sequence[torch.Tensor], indices: Iterable[int]) -> torch.Tensor:
         """A field of a micro-batch, padded, where the model is."""

@@ -123,6 +123,13 @@ class TrainerProcess:
         """`Trainer.train_step`; `loss_fn` must be importable by name in another process."""
         return self._call("train_step", {"batch": batch, "loss_fn": loss_fn, "layout": layout})
 
+    def time_passes(
+        self, batch: TrainBatch, loss_fn: LossFunction, repeats: int, layout: str = "padded"
+    ) -> tuple[list[float], list[torch.Tensor]]:
+        """`Trainer.time_passes`."""
+        arguments = {"batch": batch, "loss_fn": loss_fn, "repeats": repeats, "layout": layout}
+        return self._call("time_passes", arguments)
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """`Trainer.gradients` of the last step, by published name."""
         return self._call("gradients", {})

@@ -84,6 +84,10 @@ class Worker:
         """See `Trainer.train_step`."""
         return self.trainer.train_step(batch, loss_fn, layout)
 
+    def time_passes(self, batch, loss_fn, repeats, layout):
+        """See `Trainer.time_passes`."""
+        return self.trainer.time_passes(batch, loss_fn, repeats, layout)
+
     def gradients(self) -> dict[str, torch.Tensor] | None:
         """Whole logical gradients by tensor name, on rank 0; None on the others."""
         whole = dict(self.trainer.gradients())

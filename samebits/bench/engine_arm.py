@@ -1,0 +1,218 @@
+"""One configuration of vLLM, timed in a process of its own.
+
+`python -m samebits.bench.engine_arm IN`: IN names a JSON file of `Arm` with `out`, where the answer
+is written. An aligned arm is started exactly as `RolloutEngine` starts one; any other is vLLM's own
+engine, with no plugin of this package and with weights from a safetensors file.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from samebits.engines.rollout_wire import bits_of
+
+# What is timed: so many requests at once, each with so many prompt and sampled tokens.
+REQUESTS, PROMPT, RESPONSE = 256, 1024, 256
+# The gate: fewer and shorter requests, decoded and then scored.
+_GATED, _GATED_RESPONSE = 32, 64
+REPEATS = 3
+# An arm that is this much slower than the best one so far is not timed again.
+_HOPELESS = 1.15
+BUDGET, BLOCK = 8192, 16  # tokens of a step, tokens of a page
+LENGTH = PROMPT + RESPONSE + BLOCK
+PAGES = REQUESTS * (LENGTH // BLOCK) + 64
+MODES = ("seeded", "unseeded")
+PASS = (8, 1024)  # sequences and tokens of a training pass
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A configuration. `model` is the folder with the weights that it loads.
+
+    settings   fields of `RolloutSettings` of an aligned arm; None for one of vLLM's own
+    runner     vLLM's model runner, 1 or 2
+    backend    name of vLLM's attention backend
+    compiled   torch.compile and all kinds of CUDA graphs, as vLLM does by itself; else graphs of
+               decode steps alone
+    """
+
+    name: str
+    model: str
+    settings: dict[str, Any] | None = None
+    runner: int = 1
+    backend: str = ""
+    compiled: bool = False
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the operators of this package compute."""
+        return self.settings is not None
+
+
+def prompts(vocabulary: int, count: int, length: int = PROMPT, seed: int = 1) -> list[list[int]]:
+    """Drawn token ids."""
+    draw = np.random.default_rng(seed)
+    return draw.integers(3, vocabulary, (count, length)).tolist()
+
+
+def _start(arm: Arm) -> Any:
+    """The running `vllm.LLM` of an arm."""
+    if arm.settings is not None:
+        from samebits.engines.rollout_server import Server
+
+        server = Server()
+        server.start(arm.settings)
+        return server._llm
+    from transformers import AutoConfig
+    from vllm import LLM
+
+    config = AutoConfig.from_pretrained(arm.model)
+    page = 2 * 2 * BLOCK * config.num_key_value_heads * config.head_dim
+    own: dict[str, Any] = {}
+    if not arm.compiled:
+        own["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return LLM(
+        model=arm.model,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        load_format="safetensors",
+        max_model_len=LENGTH,
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=REQUESTS,
+        block_size=BLOCK,
+        num_gpu_blocks_override=PAGES,
+        kv_cache_memory_bytes=page * PAGES * config.num_hidden_layers,
+        enable_prefix_caching=False,
+        seed=0,
+        disable_log_stats=True,
+        gpu_memory_utilization=0.5,
+        attention_backend=arm.backend,
+        **own,
+    )
+
+
+def _generate(llm: Any, asked: Sequence[Sequence[int]], response: int, seed: int | None) -> Any:
+    """Sample `response` tokens of every prompt at temperature 1, with their log-probabilities."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=None if seed is None else seed + i,
+            max_tokens=response,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+        )
+        for i in range(len(asked))
+    ]
+    return llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+
+
+def _bits(tokens: Sequence[int], entries: Sequence[Any]) -> list[int]:
+    """fp32 patterns of what vLLM reports for each of `tokens`."""
+    return bits_of([e[t].logprob for t, e in zip(tokens, entries, strict=True)]).tolist()
+
+
+def _prefilled(llm: Any, whole: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Bits of the log-probability of every token but the first of each sequence."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
+    return [_bits(t[1:], o.prompt_logprobs[1:]) for t, o in zip(whole, outputs, strict=True)]
+
+
+def differing(left: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> int:
+    """Tokens whose bits differ; both sides have the same."""
+    rows = zip(left, right, strict=True)
+    return sum(a != b for row in rows for a, b in zip(*row, strict=True))
+
+
+def _gate(llm: Any, vocabulary: int) -> tuple[int, int]:
+    """(mismatches, tokens) of decoded tokens against a prefill of the same tokens."""
+    asked = prompts(vocabulary, _GATED, 200, seed=2)
+    done = [output.outputs[0] for output in _generate(llm, asked, _GATED_RESPONSE, 100)]
+    whole = [[*ids, *answer.token_ids] for ids, answer in zip(asked, done, strict=True)]
+    decoded = [_bits(answer.token_ids, answer.logprobs) for answer in done]
+    prefilled = [row[-_GATED_RESPONSE:] for row in _prefilled(llm, whole)]
+    return differing(decoded, prefilled), _GATED * _GATED_RESPONSE
+
+
+def repeated(call: Callable[[], float], best: float | None) -> list[float]:
+    """REPEATS values of `call`, or one where that is hopeless beside `best`."""
+    found = [call()]
+    while len(found) < REPEATS and (best is None or found[0] <= _HOPELESS * best):
+        found.append(call())
+    return found
+
+
+def measure(arm: Arm, best: dict[str, float]) -> dict[str, Any]:
+    """Seconds of whole runs by mode (an aligned arm has seeds only), and what the gate found.
+
+    best   median seconds of the fastest of vLLM's own so far, by mode
+    A run ends when its last token is on the host, so it needs no synchronisation.
+    """
+    started = time.perf_counter()
+    llm = _start(arm)
+    ready = time.perf_counter() - started
+    config = llm.llm_engine.vllm_config
+    vocabulary = config.model_config.get_vocab_size()
+    wrong, tokens = _gate(llm, vocabulary)
+    served: dict[str, int] = {}
+    if arm.aligned:
+        (served,) = (reply["ok"] for reply in llm.collective_rpc("samebits_served", args=(False,)))
+    prefilled = [_prefilled(llm, prompts(vocabulary, *PASS, seed=3))] if arm.aligned else []
+    asked = prompts(vocabulary, REQUESTS)
+    _generate(llm, asked[:64], 4, 0)  # kernels of long prefills are loaded when first met
+    seconds = {}
+
+    def run(seed: int | None) -> float:
+        begun = time.perf_counter()
+        outputs = _generate(llm, asked, RESPONSE, seed)
+        spent = time.perf_counter() - begun
+        if any(len(output.outputs[0].token_ids) != RESPONSE for output in outputs):
+            raise RuntimeError(f"a response of other than {RESPONSE} tokens")
+        return spent
+
+    for mode in MODES[:1] if arm.aligned else MODES:
+        seed = 1000 if mode == "seeded" else None
+        seconds[mode] = repeated(lambda seed=seed: run(seed), best.get(mode))  # type: ignore[misc]
+    return {
+        "ready": round(ready, 1),
+        "seconds": seconds,
+        "mismatches": wrong,
+        "gated": tokens,
+        "served": served,
+        "prefilled": prefilled[0] if arm.aligned else None,
+        "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "model_runner": 2 if config.use_v2_model_runner else 1,
+    }
+
+
+def median(found: dict[str, Any], mode: str) -> float:
+    """Median seconds of a run."""
+    return statistics.median(found["seconds"][mode])
+
+
+def main() -> int:
+    """Time the arm that the file named by the first argument describes; returns 0."""
+    given = json.loads(Path(sys.argv[1]).read_text())
+    out, best = Path(given.pop("out")), given.pop("best")
+    found = measure(Arm(**given), best)
+    out.write_text(json.dumps({"arm": asdict(Arm(**given)), **found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
