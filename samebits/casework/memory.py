@@ -54,6 +54,21 @@ def state_bytes(
     return layers * (sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in spec) + window)
 
 
+def pass_bytes(config: Mapping[str, Any]) -> int:
+    """What one token adds to a forward pass that a backward follows, on one rank of a dense model.
+
+    In bf16, for each layer: the inputs of two norms and two products, queries, keys and values at
+    three places, what the MLP multiplies. Once: a row of logits and its gradient in fp32, and that
+    rounded to bf16.
+    """
+    attention = (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config[
+        "head_dim"
+    ]
+    layer = 5 * config["hidden_size"] + 3 * attention + 3 * config["intermediate_size"]
+    logits = config["vocab_size"] * (2 * _FP32 + _BF16)
+    return config["num_hidden_layers"] * layer * _BF16 + logits
+
+
 def parameters(
     config: Mapping[str, Any], qk_norm: bool, tp: int = 1, *, qkv_bias: bool = False
 ) -> int:

@@ -118,7 +118,8 @@ class Trainer:
         require_patched(hybrid=self.arch.linear is not None)
         self._init_groups(rendezvous, seed)
         self.device = device.current()
-        self.model: torch.nn.Module = build_model(self.arch, tp_size).to(self.device)
+        with self.device:  # billions of parameters that came by way of the host would take seconds
+            self.model: torch.nn.Module = build_model(self.arch, tp_size).to(self.device)
         self._ddp: Any = None
         self._optimizer: Any = None
         if optimizer is not None:

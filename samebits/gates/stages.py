@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from samebits import patching
+from samebits.casework import memory
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.trainer_process import TrainerProcess
 from samebits.gates import capsule, oracle, semantic, workload
@@ -27,6 +28,8 @@ _CONTROL_BUDGET = 64
 _MICRO_TOKENS = {"cpu": 512, "sm90": 8192}
 # Bytes that the fp32 logits of one may take; a training step holds their gradient beside them.
 _LOGITS = 4 << 30
+# Bytes that a step's activations and logits may take together, which bounds deep models.
+_PASS_BYTES = 24 << 30
 # The same where layers keep a state. Without a prefix cache a prompt may be cut anywhere: slices of
 # 65 tokens alone, of 64 beside one decode, of 63 beside two, and so on.
 SLICED = {
@@ -68,8 +71,9 @@ def trainer(run: Run, **changes) -> TrainerProcess:
 
 
 def micro_tokens(recipe: Recipe) -> int:
-    """Tokens of one forward pass of the trainer."""
-    return min(_MICRO_TOKENS[recipe.platform], _LOGITS // (4 * recipe.config["vocab_size"]))
+    """Tokens of one forward pass of the trainer (one sequence at least)."""
+    most = min(_MICRO_TOKENS[recipe.platform], _LOGITS // (4 * recipe.config["vocab_size"]))
+    return min(most, _PASS_BYTES // memory.pass_bytes(recipe.config))
 
 
 def stress(run: Run) -> dict[str, int]:

@@ -7,6 +7,7 @@ import pytest
 from samebits import recipe as recipes
 from samebits import runtime
 from samebits.casework import memory
+from samebits.gates import stages
 from samebits.hooks.vllm.gdn import state
 from samebits.weights import sources
 
@@ -62,3 +63,15 @@ def test_keys_and_values_of_full_attention_only():
     assert memory.kv_bytes(dense) == 4 * 2 * 2 * 64 * 2
     assert memory.kv_bytes(hybrid, tp=2) == 1 * 2 * 1 * 256 * 2
     assert memory.state_bytes(dense, "chunk_row") == 0
+
+
+def test_a_pass_has_fewer_tokens_where_layers_leave_no_room(monkeypatch):
+    recipe = recipes.load("qwen3-8b-h200")
+    assert stages.micro_tokens(recipe) == (4 << 30) // (4 * 151936)  # of logits alone
+    deep = recipe.data["model"]["config"] | {"num_hidden_layers": 36}
+    monkeypatch.setitem(recipe.data["model"], "config", deep)
+    few = stages.micro_tokens(recipe)
+    assert 2048 < few < 7067
+    # Logits of 151936 columns take 10 bytes each, a layer's activations about 150 KB.
+    assert few * (1_519_360 + 36 * 150_000) == pytest.approx(24 << 30, rel=0.02)
+    assert stages.micro_tokens(recipes.load("qwen3-tiny")) == 512

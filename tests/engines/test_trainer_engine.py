@@ -224,3 +224,16 @@ def test_start_refuses_what_was_not_proved(qwen3, llama, in_process):
     assert in_process(*llama, tp_size=2) == "SB0316"
     assert in_process(*qwen3, parallel={"pp": 2}) == "SB0604"
     assert in_process(*qwen3) == "SB0610"
+
+
+def test_timed_passes_have_the_bits_of_a_score_and_move_no_weight(qwen3):
+    tokens = sequences()[2:]
+    with start(qwen3, optimizer=ADAM) as running:
+        before = running.score(tokens)
+        seconds, logprobs = running.time_passes(train_batch(tokens), mean_nll, 2)
+        after = running.score(tokens)
+        info = running.info()
+    assert len(seconds) == 2 and min(seconds) > 0
+    assert mismatches(before.logprobs, logprobs) == 0
+    assert mismatches(before.logprobs, after.logprobs) == 0
+    assert info["step"] == 0
