@@ -18,13 +18,18 @@ from samebits.hooks.vllm.gdn.metadata import Backend, Metadata
 from samebits.hooks.vllm.weights import Shard
 
 
-class AlignedAttention(Qwen3NextAttention):
-    """hidden_states [T, H] -> output [T, H]; the gate is applied in fp32 with one rounding."""
+class Attention(Qwen3NextAttention):
+    """vLLM's. Where a part of it is ours, not by the kernel for norms, rotation and gate in one,
+    which vLLM takes on a GPU."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        # vLLM's kernel for norms, rotation and gate in one; on a GPU it is the default.
-        self.use_fused_qk_norm_rope_gate = False
+        if runtime.regions() & {"norm.rms_zero_centred", "rope", "attention.gate"}:
+            self.use_fused_qk_norm_rope_gate = False
+
+
+class AlignedAttention(Attention):
+    """hidden_states [T, H] -> output [T, H]; the gate is applied in fp32 with one rounding."""
 
     def forward(
         self, positions: torch.Tensor, output: torch.Tensor, hidden_states: torch.Tensor
@@ -234,9 +239,9 @@ class StockDeltaNet(DeltaNet):
         return self.norm(x.flatten(0, 1), z.flatten(0, 1)).view(shape)
 
 
-def attention_class() -> type[Qwen3NextAttention]:
-    """Class of full attention layers: ours when aligned, else vLLM's."""
-    return AlignedAttention if runtime.aligned("attention.gate") else Qwen3NextAttention
+def attention_class() -> type[Attention]:
+    """Class of full attention layers: with our gate where that is aligned, else with vLLM's."""
+    return AlignedAttention if runtime.aligned("attention.gate") else Attention
 
 
 def delta_net_class() -> type[DeltaNet]:
