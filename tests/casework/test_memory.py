@@ -47,7 +47,7 @@ def test_ranks_share_all_but_norms(biased):
 def test_states_are_those_of_the_rollout_engine(monkeypatch, case, ranks, aligned):
     recipe = recipes.load(case)
     config, schedule = recipe.config, recipe.gdn_schedule
-    monkeypatch.setattr(runtime, "aligned", lambda: aligned)
+    monkeypatch.setattr(runtime, "aligned", lambda *_: aligned)
     monkeypatch.setattr(state, "schedule", lambda: schedule)
 
     class Text:
