@@ -60,12 +60,15 @@ class DeltaNet(QwenGatedDeltaNetAttention):
         )
 
     def get_state_shape(self):
+        """Shapes of the tensors of one state, in the order of `state.spec`."""
         return tuple(shape for _, shape, _ in self._spec())
 
     def get_state_dtype(self):
+        """Their dtypes, in the same order."""
         return tuple(dtype for _, _, dtype in self._spec())
 
     def get_attn_backend(self) -> type[Backend]:
+        """The backend whose metadata `core` reads."""
         return Backend
 
     def forward(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
