@@ -187,13 +187,14 @@ def _rollouts(case: Recipe, model: Path, folder: Path) -> Iterator[dict[str, Any
 
 def _write_model(model: Path, stock: Path) -> None:
     """The model's folder with its weights in a file, as stock vLLM reads them; written once."""
-    if (stock / "config.json").exists():
-        return
     import torch
     from safetensors.torch import save_file
 
-    from samebits.weights.sources import open_model
+    from samebits.weights.sources import MARKER, open_model
 
+    marker = stock / MARKER
+    if marker.exists() and marker.read_bytes() == (model / MARKER).read_bytes():
+        return
     shutil.rmtree(stock, ignore_errors=True)
     draft = stock.with_name(".model.draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -202,6 +203,7 @@ def _write_model(model: Path, stock: Path) -> None:
     tensors = {name: tensor.cpu() for name, tensor in open_model(model, device)}
     save_file(tensors, draft / "model.safetensors", {"format": "pt"})
     draft.replace(stock)
+    torch.cuda.empty_cache()  # the engines need the memory
 
 
 def _environment(case: Recipe, arm: Arm) -> dict[str, str]:

@@ -47,6 +47,8 @@ def score(model_dir: Path, sequences: Sequence[Sequence[int]], device: str = "cp
             logits = model(ids).logits[0, :-1].double()
             logp = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
             stream.add(index, 1, sequence[1:], logp.float().cpu().numpy())
+    del model
+    torch.cuda.empty_cache()  # this process goes on, beside engines that need the memory
     return stream
 
 
