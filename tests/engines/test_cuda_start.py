@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainer_support import QWEN3, make_case
+from trainer_support import QWEN2, QWEN3, make_case
 
 from samebits.engines.rollout import RolloutSettings
 from samebits.errors import Refused
@@ -164,3 +164,30 @@ def test_tables_of_decode_steps_stay_where_a_graph_reads_them(tmp_path):
     assert padded["at"] == decode["at"]
     assert not set(mixed["at"]) & set(decode["at"])
     assert all(step["dtypes"] == ["torch.int32"] for step in (padded, mixed, decode))
+
+
+@pytest.mark.engine
+def test_a_product_with_a_bias_is_admitted_as_one(tmp_path):
+    model, contract = make_case(tmp_path, "qwen2", QWEN2)
+    settings = RolloutSettings(model=model, contract=contract, series="qwen3-tiny")
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("cuda_products.py"))],
+        env=settings.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = json.loads(done.stdout.splitlines()[-1])
+    assert one == [
+        ["96", "64", "1", "torch.bfloat16", "True"],
+        ["64", "64", "2", "torch.bfloat16", "False"],
+        ["256", "64", "1", "torch.bfloat16", "False"],
+        ["128", "64", "1", "torch.float32", "False"],
+    ]
+    assert two == [
+        ["48", "64", "1", "torch.bfloat16", "True"],
+        ["64", "32", "1", "torch.float32", "False"],
+        ["128", "64", "1", "torch.bfloat16", "False"],
+        ["64", "64", "1", "torch.float32", "False"],
+    ]
