@@ -25,7 +25,7 @@ from trainer_support import (
 )
 from trainer_support import mismatches as differing
 
-from samebits import bits
+from samebits import bits, runtime
 from samebits.contract import Contract
 from samebits.engines.rollout import Request, RolloutEngine, RolloutSettings
 from samebits.engines.trainer import OptimizerSettings
@@ -200,6 +200,18 @@ def test_the_rollout_gives_the_trainers_bits_on_two_ranks_and_after_a_refit(case
     for scores, theirs in ((scored, one_rank.before), (again, one_rank.after)):
         for ours, trainer in zip(scores, theirs.logprobs[1:], strict=True):
             assert np.array_equal(ours.logprob_bits, trainer.numpy().view(np.uint32))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("region", ["gemm.bias", "gemm.column"])
+def test_both_engines_align_products_with_a_bias_by_themselves(case, region):
+    arithmetic = runtime.only([region])
+    with start(case, arithmetic=arithmetic) as trainer:
+        trainer.score(sequences(), "padded")
+        assert set(trainer.info()["served"]) == {region}
+    with rollout(case, arithmetic=arithmetic) as engine:
+        engine.score(sequences()[1:])
+        assert set(engine.served()) == {region}
 
 
 @pytest.mark.engine

@@ -33,9 +33,10 @@ from samebits.hooks.megatron.norm import RMSNorm
 class SamebitsSpecProvider(LocalSpecProvider):
     """Megatron's provider protocol, answered with the shared operators where they are aligned."""
 
-    def column_parallel_linear(self) -> type:
-        """Linear layer whose output rows are split over ranks."""
-        return _ours("gemm.column", ColumnParallel) or super().column_parallel_linear()
+    def column_parallel_linear(self, biased: bool = False) -> type:
+        """Linear layer whose output rows are split over ranks; `biased` if it is to add a bias."""
+        region = "gemm.bias" if biased else "gemm.column"
+        return _ours(region, ColumnParallel) or super().column_parallel_linear()
 
     def row_parallel_linear(self) -> type:
         """Linear layer whose inputs are split over ranks."""
@@ -86,7 +87,7 @@ def attention_spec(config: TransformerConfig, provider: SamebitsSpecProvider) ->
         module=provider.self_attention(),
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=provider.column_parallel_linear(),
+            linear_qkv=provider.column_parallel_linear(config.add_qkv_bias),
             core_attention=provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=qk_norm,

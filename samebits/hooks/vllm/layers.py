@@ -24,10 +24,12 @@ def aligned(region: str) -> bool:
 
 def multiplies(layer) -> bool:
     """True when the product of a linear layer is ours: `gemm.row` where ranks split K, else
-    `gemm.column`. Both reach one method of vLLM's, which knows the layer only."""
+    `gemm.bias` or `gemm.column`. All reach one method of vLLM's, which knows the layer only."""
     from vllm.model_executor.layers.linear import RowParallelLinear
 
-    return aligned("gemm.row" if isinstance(layer, RowParallelLinear) else "gemm.column")
+    if isinstance(layer, RowParallelLinear):
+        return aligned("gemm.row")
+    return aligned("gemm.column" if getattr(layer, "bias", None) is None else "gemm.bias")
 
 
 def _group(size: int) -> torch.distributed.ProcessGroup | None:
