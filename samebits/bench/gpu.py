@@ -34,6 +34,7 @@ from samebits.bench.gpu_timing import Calls, Row, medians, row
 from samebits.errors import SamebitsError
 from samebits.ops import gemm, gpu
 from samebits.ops.attention import triton as attention
+from samebits.ops.attention.sm90 import kernels as attention_kernels
 from samebits.ops.logprob import triton as logprob
 from samebits.ops.rms_norm import triton as rms_norm
 from samebits.ops.rotary import triton as rotary
@@ -131,6 +132,18 @@ def _native(
         )
 
 
+def _native_step(backend: SDPBackend, leaves: Any, grad: torch.Tensor) -> Any:
+    q, k, v = leaves
+    return torch.autograd.grad(_native(backend, q, k, v, True), leaves, grad)
+
+
+def _step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor, *cut: Any) -> Any:
+    rows, back = attention_kernels(q.shape[2])
+    norms = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    y = rows.varlen(q, k, v, *cut, norms=norms)
+    return back.gradients(q, k, v, y, norms, dy, *cut)
+
+
 def attention_rows() -> Iterator[Row]:
     """32 query heads, 8 key heads of 128, against torch's own operators.
 
@@ -161,11 +174,18 @@ def attention_rows() -> Iterator[Row]:
     starts, lengths, scale = integers(0, tokens), integers(tokens), size**-0.5
     native = partial(_native, q=q.transpose(0, 1)[None], k=k.transpose(0, 1)[None])
     native = partial(native, v=v.transpose(0, 1)[None], causal=True)
-    packed = partial(attention.varlen, q, k, v, starts, tokens, scale)
+    cut = starts, tokens, scale
+    packed = partial(attention_kernels(size)[0].varlen, q, k, v, *cut)
     paged = partial(attention.paged, q, kc, vc, table[None], starts, lengths, tokens, scale)
     shape = f"{tokens} x {heads}/{key_heads} x {size} bf16"
     work = [f"attention forward {shape}, packed", f"attention forward {shape}, pages of 16"]
     yield from compare(work, [[packed], [paged]], native, 1.25)
+    dy = torch.randn_like(q)
+    leaves = [x.transpose(0, 1)[None].detach().requires_grad_() for x in (q, k, v)]
+    native = partial(_native_step, leaves=leaves, grad=dy.transpose(0, 1)[None])
+    work = [f"attention forward and backward {shape}, packed"]
+    yield from compare(work, [[partial(_step, q, k, v, dy, *cut)]], native, 1.25)
+    del leaves, dy, native
     for requests, tokens in ((256, 2048), (4, 32768)):
         of_keys = (requests, tokens, key_heads, size)
         q = torch.randn(requests, heads, size, device="cuda").bfloat16()

@@ -7,14 +7,18 @@ prefill, every page size and a decode step. Memory that no row may read is fille
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from samebits.bench.gpu_gates import Tally
 from samebits.bench.gpu_timing import replayed
+from samebits.errors import Different
+from samebits.ops.attention import gluon_parts, gluon_rows
 from samebits.ops.attention import reference_sm90 as law
 from samebits.ops.attention import triton as attention
+from samebits.ops.attention.sm90 import kernels
 from samebits.ops.gemm.operands_sm90 import bf16
 
 FINITE = ("normal", "wide", "equal", "zeros", "subnormal", "cancel")
@@ -28,6 +32,9 @@ GEOMETRIES = {
     256: (attention.Rows(64, 4, 1), attention.Rows(16, 4, 1), attention.Rows(32, 4, 1)),
 }
 PAGES = (16, 32, 64)
+# Largest norm of a gradient's error to the gradient's norm: rounding weights and the output to
+# bf16 makes 2.8e-3 of it.
+GRADIENT = 4e-3
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -101,7 +108,9 @@ def gate_law() -> str:
     for size in GEOMETRIES:
         for seed, kind in enumerate(FINITE):
             q, k, v = operands(kind, sum(LENGTHS), 2, 1, size, _source(seed))
-            y = attention.varlen(q, k, v, _starts(list(LENGTHS)), max(LENGTHS), size**-0.5)
+            starts = _starts(list(LENGTHS))
+            modules = {attention, kernels(size)[0]}
+            found = [x.varlen(q, k, v, starts, max(LENGTHS), size**-0.5) for x in modules]
             first = 0
             for length in LENGTHS:
                 span = slice(first, first + length)
@@ -112,7 +121,8 @@ def gate_law() -> str:
                     exact = law.attend(rows, keys, values, at, size**-0.5)
                     tally.note(exact)
                     what = f"{kind}, D {size}, {length} keys"
-                    tally.require(what, y[span, head], exact.bfloat16())
+                    for y in found:
+                        tally.require(what, y[span, head], exact.bfloat16())
                     for t in {0, 127, 128, 300} & set(range(length)) if head else ():
                         one = slice(t, t + 1)  # the law of a row that has no later key
                         alone = law.attend(
@@ -121,10 +131,11 @@ def gate_law() -> str:
                         tally.require(f"{what}, row {t} alone", alone, exact[one])
     for kind in ("normal", "wide"):
         q, k, v = operands(kind, 32768, 2, 1, 128, _source(7))
-        y = attention.varlen(q, k, v, _starts([32768]), 32768, 128**-0.5)
         at = torch.tensor([0, 255, 256, 9999, 20000, 32766, 32767], device="cuda")
         exact = law.attend(q[at, 1], k[:, 0], v[:, 0], at, 128**-0.5)
-        tally.require(f"{kind}, 32768 keys", y[at, 1], exact.bfloat16())
+        for module in (attention, gluon_rows):
+            y = module.varlen(q, k, v, _starts([32768]), 32768, 128**-0.5)
+            tally.require(f"{kind}, 32768 keys", y[at, 1], exact.bfloat16())
     return tally.close(("tie", "subnormal", "zero"))
 
 
@@ -179,9 +190,7 @@ def gate_views() -> str:
                 other = attention.varlen(q, k, v, _starts([600]), 600, scale, geometry)
                 tally.require(f"{kind}, {geometry}", other, y)
             # Between two sequences of NaN, which end inside of its tiles.
-            qs, ks, vs = (
-                torch.nn.functional.pad(x, (0, 0, 0, 0, 33, 70), value=torch.nan) for x in (q, k, v)
-            )
+            qs, ks, vs = _among_nan((q, k, v))
             packed = attention.varlen(qs, ks, vs, _starts([33, 600, 70]), 600, scale)
             tally.require(f"{kind}, among NaN", packed[33:633], y)
     return tally.close(("zero", "nan"))
@@ -206,7 +215,151 @@ def gate_lengths() -> str:
     return tally.close()
 
 
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """Rows between 33 and 70 rows of NaN."""
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 33, 70), value=torch.nan)
+
+
+def _split(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers with other heads in between."""
+    return torch.stack([x, torch.full_like(x, torch.nan)], 2)[:, :, 0]
+
+
+def _among_nan(given: Operands) -> Operands:
+    q, k, v = given
+    return _padded(q), _padded(k), _padded(v)
+
+
+def _heads_apart(given: Operands) -> Operands:
+    q, k, v = given
+    return _split(q), _split(k), _split(v)
+
+
+def _fused(given: Operands) -> Operands:
+    """The same operands as views of one tensor, as a projection leaves them."""
+    sizes = [x[0].numel() for x in given]
+    whole = torch.cat([x.flatten(1) for x in given], 1).split(sizes, 1)
+    q, k, v = (x.view(y.shape) for x, y in zip(whole, given, strict=True))
+    return q, k, v
+
+
+def gate_packed() -> str:
+    """The kernel of packed sequences has the bits of the one that reads pages, and its norms."""
+    tally = Tally("attention packed")
+    short = [1, 1, 17, 0, 64, 65, 128, 129, 256, 257, 600, 383, 1]
+    many = [1 + 7 * i % 150 for i in range(200)]
+
+    def compare(what: str, given: Operands, lengths: list[int]) -> None:
+        q, k, v = given
+        starts, longest, scale = _starts(lengths), max(lengths), q.shape[2] ** -0.5
+        norms = [q.new_full((q.shape[1], len(q)), 7, dtype=torch.float32) for _ in range(2)]
+        want = attention.varlen(q, k, v, starts, longest, scale)
+        tally.note(want.float())
+        first = attention.varlen(q, k, v, starts, longest, scale, norms=norms[0])
+        tally.require(f"{what}, pages and norms", first, want)
+        call = partial(gluon_rows.varlen, q, k, v, starts, longest, scale)
+        tally.require(what, call(), want)
+        tally.require(f"{what}, with norms", call(norms[1]), want)
+        tally.require(f"{what}, in a graph", replayed(call), want)
+        if not torch.allclose(norms[0], norms[1], rtol=1e-5, atol=1e-4, equal_nan=True):
+            raise _different(f"{tally.name}, {what}: the norms of both kernels", "equal to 1e-5")
+
+    for size in gluon_parts.SIZES:
+        for seed, kind in enumerate(KINDS):
+            given = operands(kind, sum(short), 8, 2, size, _source(seed))
+            what = f"{kind}, D {size}"
+            compare(what, given, short)
+            compare(f"{what}, among NaN", _among_nan(given), [33, *short, 70])
+        for heads, key_heads in ((9, 3), (3, 1)):
+            given = operands("wide", sum(many), heads, key_heads, size, _source(heads))
+            what = f"D {size}, {heads} heads of {key_heads}"
+            compare(f"{what}, views", _fused(given), many)
+            compare(f"{what}, heads apart", _heads_apart(given), many)
+            q, k, v = given
+            compare(f"{what}, one token", (q[:1], k[:1], v[:1]), [1])
+        for length in (5000, 8192):
+            given = operands("normal", length, 8, 2, size, _source(length))
+            compare(f"D {size}, {length} keys", given, [length])
+    return tally.close(("zero", "nan"))
+
+
+def _exact_gradients(q, k, v, dy, lengths: list[int], scale: float) -> list[torch.Tensor]:
+    """By float64."""
+    group, parts = q.shape[1] // k.shape[1], []
+    for qs, ks, vs, grad in zip(*(x.double().split(lengths) for x in (q, k, v, dy)), strict=True):
+        leaves = [x.detach().requires_grad_() for x in (qs, ks, vs)]
+        a, b, c = (x.transpose(0, 1) for x in leaves)
+        s = (a @ b.repeat_interleave(group, 0).mT) * scale
+        hidden = torch.ones(s.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+        y = s.masked_fill(hidden, -torch.inf).softmax(-1) @ c.repeat_interleave(group, 0)
+        parts.append(torch.autograd.grad(y.transpose(0, 1), leaves, grad))
+    return [torch.cat(x) for x in zip(*parts, strict=True)]
+
+
+def _one(call: Callable[[], Operands], i: int) -> torch.Tensor:
+    return call()[i]
+
+
+def _different(seen: str, required: str) -> Different:
+    return Different(
+        "SB0440",
+        seen=seen,
+        required=required,
+        hint="python -m samebits.bench.gpu --only attention",
+    )
+
+
+def gate_gradients() -> str:
+    """Gradients against float64; the same twice, among NaN, from views, in a graph."""
+    tally, worst = Tally("attention gradients"), 0.0
+    mixed = [1, 17, 64, 65, 0, 129, 300, 513, 1100, 1]
+    many = [1 + 7 * i % 150 for i in range(60)]
+    cases = ((mixed, 9, 3), (many, 9, 3), (many, 2, 2), ([1], 3, 1), ([641], 3, 1))
+    for size, (lengths, heads, key_heads) in itertools.product(GEOMETRIES, cases):
+        rows, back = kernels(size)
+        given, scale = (
+            operands("normal", sum(lengths), heads, key_heads, size, _source(size)),
+            size**-0.5,
+        )
+        dy = torch.randn_like(given[0])
+
+        def run(given: Operands, dy, lengths: list[int], rows=rows, back=back, scale=scale):
+            q, k, v = given
+            starts, longest = _starts(lengths), max(lengths)
+            norms = q.new_full((q.shape[1], len(q)), torch.nan, dtype=torch.float32)
+            y = rows.varlen(q, k, v, starts, longest, scale, norms=norms)
+            return partial(back.gradients, q, k, v, y, norms, dy, starts, longest, scale)
+
+        call = run(given, dy, lengths)
+        found = call()
+        exact = _exact_gradients(*given, dy, lengths, scale)
+        padded = run(_among_nan(given), _padded(dy), [33, *lengths, 70])()
+        others = {
+            "again": call(),
+            "among NaN": [x[33:-70] for x in padded],
+            "views": run(_fused(given), _split(dy), lengths)(),
+            "heads apart": run(_heads_apart(given), dy, lengths)(),
+        }
+        for i, (name, ours, want) in enumerate(zip("qkv", found, exact, strict=True)):
+            what = f"D {size}, {len(lengths)} sequences, {heads} heads of {key_heads}, d{name}"
+            scales = want.norm()
+            if len(lengths) == 1 and lengths[0] == 1 and name != "v":
+                scales = exact[2].norm()  # one key: no score has a gradient
+            error = float((ours.double() - want).norm() / scales)
+            worst = max(worst, error)
+            if not error <= GRADIENT:
+                raise _different(
+                    f"{tally.name}, {what}: relative error {error:.2e} against float64",
+                    f"at most {GRADIENT:.0e}",
+                )
+            for how, other in others.items():
+                tally.require(f"{what}, {how}", other[i], ours)
+            graph = replayed(partial(_one, call, i))
+            tally.require(f"{what}, in a graph", graph, ours)
+    return f"{tally.close()}; largest error against float64 {worst:.1e}"
+
+
 def gates() -> Iterator[str]:
     """One line for each gate that is green, an error at the first that is red."""
-    for gate in (gate_law, gate_views, gate_lengths):
+    for gate in (gate_law, gate_views, gate_lengths, gate_packed, gate_gradients):
         yield gate()

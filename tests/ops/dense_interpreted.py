@@ -18,6 +18,7 @@ import triton.language as tl
 from samebits.bits import add_digests, mixsum
 from samebits.ops import gpu
 from samebits.ops.attention import triton as attention
+from samebits.ops.attention import triton_backward
 from samebits.ops.gemm import admission_sm90 as admission
 from samebits.ops.gemm import triton as gemm
 from samebits.ops.logprob import triton as logprob
@@ -44,7 +45,7 @@ def prepare() -> None:
     """CPU tensors of fp32 pass, and what the interpreter lacks is replaced."""
     gpu.prepare = lambda index: 4
     gpu.require_dtype = lambda name, x, dtype: None
-    attention.exp2 = _exp2
+    attention.exp2 = triton_backward.exp2 = _exp2
     rms_norm.reciprocal = silu_mul.reciprocal = _reciprocal
 
 
@@ -220,9 +221,42 @@ def attended() -> Errors:
     return found
 
 
+def gradients() -> Errors:
+    """Packed sequences with tails among NaN, tiles on and off the diagonal, two heads of a key."""
+    torch.manual_seed(7)
+    lengths, heads, key_heads, size, scale = (100, 1, 140), 4, 2, 64, 0.2
+    total, longest = sum(lengths), max(lengths)
+    q, dy = torch.randn(total, heads, size), torch.randn(total, heads, size)
+    k, v = (torch.randn(total, key_heads, size) for _ in range(2))
+    # Before and after them, a sequence that is not theirs.
+    padded = [
+        torch.nn.functional.pad(x, (0, 0, 0, 0, 9, 8), value=torch.nan) for x in (q, k, v, dy)
+    ]
+    starts = torch.tensor([0, 9, 109, 110, 110, 250, 258], dtype=torch.int32)
+    norms = torch.full((heads, total + 17), torch.nan)
+    y = attention.varlen(*padded[:3], starts, longest, scale, norms=norms)
+    wanted, first = [], 0
+    for n in lengths:
+        leaves = [x[first : first + n].double().requires_grad_() for x in (q, k, v)]
+        a, b, c = (x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in leaves)
+        s = (a @ b.mT) * scale
+        s = s.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+        out = (s.softmax(-1) @ c).transpose(0, 1)
+        wanted.append(torch.autograd.grad(out, leaves, dy[first : first + n].double()))
+        first += n
+    tile = triton_backward.Tile
+    found = {}
+    for chosen in ((), (tile(128, 64, 4, 2), tile(128, 64, 4, 2))):
+        given = (*padded[:3], y, norms, padded[3], starts, longest, scale, *chosen)
+        ours = triton_backward.gradients(*given)
+        for name, x, law in zip("qkv", ours, zip(*wanted, strict=True), strict=True):
+            found[f"d{name} {chosen[:1]}"] = error(x[9:-8], torch.cat(law))
+    return found
+
+
 def main() -> None:
     prepare()
-    parts = (products, biased, rows, log_probabilities, digests, attended)
+    parts = (products, biased, rows, log_probabilities, digests, attended, gradients)
     json.dump({part.__name__: part() for part in parts}, sys.stdout)
 
 

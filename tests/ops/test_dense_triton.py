@@ -16,7 +16,7 @@ import compiled_sm90
 
 from samebits.errors import Refused
 from samebits.ops import gpu
-from samebits.ops.attention import sm90 as attention_sm90
+from samebits.ops.attention import gluon_backward, gluon_parts, gluon_rows, triton_backward
 from samebits.ops.attention import triton as attention
 from samebits.ops.gemm import admission_sm90 as admission
 from samebits.ops.gemm import kernels_sm90
@@ -37,6 +37,7 @@ COUNTS = {
     "log_probabilities": 14,
     "digests": 2,
     "attended": 3,
+    "gradients": 6,
 }
 TOLERANCE = 3e-6
 SHARED = 227 << 10  # bytes of shared memory that a block of sm90 can have
@@ -71,7 +72,10 @@ def integers(*values: int) -> torch.Tensor:
 
 def launches(size: int):
     """(kernel, arguments) of the launches of a small dense model with heads of `size`."""
-    modules = (rms_norm, rotary, silu_mul, attention, logprob, output_gate)
+    modules = (
+        rms_norm, rotary, silu_mul, attention, gluon_rows, gluon_backward, triton_backward,
+        logprob, output_gate,
+    )  # fmt: skip
     with compiled_sm90.recorded(*modules) as recorders:
         for centred in (False, True):
             rms_norm.rms_norm(bf16(3, 576), bf16(576), 1e-5, centred)
@@ -82,7 +86,13 @@ def launches(size: int):
         silu_mul.silu_mul(bf16(3, 3072))
         output_gate.output_gate(bf16(3, 576), bf16(3, 576))
         q, k = bf16(40, 9, size), bf16(40, 3, size)
-        attention.varlen(q, k, k, integers(0, 40), 40, 0.1)
+        at, norms = integers(0, 40), torch.zeros(9, 40)
+        for given in (None, norms):
+            attention.varlen(q, k, k, at, 40, 0.1, norms=given)
+            if size in gluon_parts.SIZES:
+                gluon_rows.varlen(q, k, k, at, 40, 0.1, given)
+        back = gluon_backward if size in gluon_parts.SIZES else triton_backward
+        back.gradients(q, k, k, q, norms, q, at, 40, 0.1)
         pages = bf16(4, 16, 3, size)
         tables = torch.zeros(2, 3, dtype=torch.int32), integers(0, 20, 40), integers(20, 20)
         attention.paged(q, pages, pages, *tables, 20, 0.1)
@@ -108,7 +118,13 @@ def test_every_kernel_of_rows_compiles_for_sm90(no_gpu, size):
         assert code.asm["cubin"] and code.metadata.shared <= SHARED
         assert "fma.rn.f32" in code.asm["ptx"] or "fma" not in code.asm["ptx"]
         seen.add(f"{kernel.__module__.removeprefix('samebits.ops.')}.{kernel.__name__}")
+    gluon = size in gluon_parts.SIZES
+    back = f"attention.{'gluon' if gluon else 'triton'}_backward."
     assert seen == {
+        *({"attention.gluon_rows._rows"} if gluon else ()),
+        "attention.triton_backward._delta",
+        back + "_keys",
+        back + "_queries",
         "rms_norm.triton._kernel",
         "rotary.triton._kernel",
         "silu_mul.triton._kernel",
@@ -186,8 +202,3 @@ def test_no_pinned_shape_is_used_with_a_bias_before_its_own_test(no_gpu, monkeyp
     (made,) = admission.admitted()
     assert made.bias and len(met) == len(KINDS) and all(args[-1] for args in met)
     assert admission.tile_for(4, (6144, 4096, 1, torch.bfloat16), biased=True) == made.tiles[1]
-
-
-def test_sequences_of_one_length_are_one_run():
-    starts = torch.tensor([0, 5, 10, 10, 13, 18]).numpy()
-    assert list(attention_sm90._runs(starts)) == [(2, 5, 0), (1, 3, 10), (1, 5, 13)]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import pkgutil
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from samebits import bits, ops
 from samebits.errors import Refused
 from samebits.ops import packed, registry, samples
 from samebits.ops.attention import sm90 as attention
+from samebits.ops.attention import triton as kernels
 from samebits.ops.embedding import cpu, sm90
 from samebits.ops.gdn import sm90 as gdn
 from samebits.ops.gemm import sm90 as gemm
@@ -46,7 +45,8 @@ def test_every_module_with_a_kernel_is_bound():
         if isinstance(value, JITFunction)
     }
     assert {name for name in holding if name.startswith("samebits.")} - bound == {
-        "samebits.ops.gdn.triton_backward"  # gradients: no promise of bits
+        f"samebits.ops.{name}_backward"  # gradients: no promise of bits
+        for name in ("gdn.triton", "attention.triton", "attention.gluon")
     }
 
 
@@ -89,29 +89,57 @@ def test_roots_of_ranks_are_folded_in_rank_order(monkeypatch):
     assert bits.equal(y, ReductionPlan.fold(roots).bfloat16())
 
 
-def test_gradients_of_packed_attention_are_those_of_float64():
-    starts, scale = np.array([0, 40, 80, 80, 87]), 0.2
-    q, grad = torch.randn(87, 4, 16).bfloat16(), torch.randn(87, 4, 16).bfloat16()
-    k, v = (torch.randn(87, 2, 16).bfloat16() for _ in range(2))
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    parts = []
-    for a, b in itertools.pairwise(starts):
-        qs, ks, vs = (x[a:b].transpose(0, 1) for x in leaves)
-        s = (qs @ ks.repeat_interleave(2, 0).mT) * scale
-        s = s.masked_fill(torch.ones(b - a, b - a, dtype=torch.bool).triu(1), -torch.inf)
-        parts.append((s.softmax(-1) @ vs.repeat_interleave(2, 0)).transpose(0, 1))
-    exact = torch.autograd.grad(torch.cat(parts), leaves, grad.double())
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_gradients_of_attention_are_given_what_the_forward_left(monkeypatch, size):
+    seen = {}
 
-    class Context:
-        saved_tensors = (q, k, v)
+    def varlen(q, k, v, at, longest, scale, norms=None):
+        norms.fill_(3)
+        return q * 2
 
-    Context.starts, Context.scale = starts, scale
-    before = torch.are_deterministic_algorithms_enabled()
-    ours = attention._Varlen.backward(Context, grad)[:3]
-    assert torch.are_deterministic_algorithms_enabled() == before
-    for a, b in zip(ours, exact, strict=True):
-        assert a.dtype == torch.bfloat16
-        assert (a.double() - b).abs().max() < 2**-6 * b.abs().max()
+    def gradients(name):
+        def of(q, k, v, y, norms, dy, at, longest, scale):
+            seen[name] = y, norms, dy, at, longest, scale
+            return q * 5, k * 6, v * 7
+
+        return of
+
+    for name in ("gluon", "triton"):
+        rows = attention.gluon_rows if name == "gluon" else attention.triton
+        monkeypatch.setattr(rows, "varlen", varlen)
+        monkeypatch.setattr(getattr(attention, f"{name}_backward"), "gradients", gradients(name))
+    fused = torch.randn(7, 4 * size).bfloat16().requires_grad_()
+    q, k, v = (x.unflatten(1, (-1, size)) for x in fused.split([2 * size, size, size], 1))
+    y = attention.varlen(q, k, v, torch.tensor([0, 2, 2, 7]), 0.5)
+    y.float().sum().backward()
+    (name,) = seen
+    assert name == ("triton" if size == 256 else "gluon")
+    rows, norms, dy, at, longest, scale = seen[name]
+    assert bits.equal(rows, q * 2) and norms.shape == (2, 7) and (norms == 3).all()
+    assert bits.equal(dy, torch.ones_like(q)) and at.tolist() == [0, 2, 2, 7]
+    assert at.dtype == torch.int32 and (longest, scale) == (5, 0.5)
+    both = torch.cat([q * 5, k * 6, v * 7], 1).flatten(1)
+    assert bits.equal(fused.grad, both)
+
+
+def test_rows_that_bulk_copies_cannot_read_are_copied():
+    x = samples.bf16((5, 3 * 64 + 8), 1)
+    fused = x.view(-1)[: 5 * 192].view(5, 3, 64)
+    inside = x[:, 8:].unflatten(1, (3, 64))  # tokens of a wider row: read where they are
+    apart = x[:, : 2 * 96].unflatten(1, (2, 96))[..., :64]  # heads are not side by side
+    odd = x.view(-1)[1 : 1 + 5 * 192].view(5, 3, 64)  # not at a multiple of 16 bytes
+    near = x.view(-1).as_strided((4, 3, 64), (196, 64, 1))  # nor are its tokens
+    again = x[:1, :192].unflatten(1, (3, 64)).expand(5, 3, 64)
+    one = x.view(-1).as_strided((1, 3, 64), (7, 64, 1))  # a stride that says nothing
+    for rows, copied in (
+        (fused, False), (inside, False), (apart, True), (odd, True), (near, True),
+        (again, True), (one, False), (fused.mT.contiguous().mT, True),
+    ):  # fmt: skip
+        matrix = kernels.as_matrix(rows)
+        assert torch.equal(matrix.view(torch.int16), rows.flatten(1).view(torch.int16))
+        assert (matrix.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr()) == copied
+        assert matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0
+        assert matrix.stride(0) >= matrix.shape[1] and matrix.data_ptr() % 16 == 0
 
 
 def test_rows_of_single_tokens_find_their_slots():

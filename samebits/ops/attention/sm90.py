@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Iterator
+from types import ModuleType
 
 import numpy as np
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samebits.bits import mixsum
 from samebits.errors import Refused
 from samebits.ops import registry, samples
-from samebits.ops.attention import triton
+from samebits.ops.attention import (
+    gluon_backward,
+    gluon_parts,
+    gluon_rows,
+    triton,
+    triton_backward,
+)
 from samebits.ops.attention.tables import check_packed
 from samebits.ops.attention.triton import PARTITION, TILE
 
@@ -73,87 +76,53 @@ def varlen(
 ) -> torch.Tensor:
     """`samebits.ops.attention.varlen` on CUDA; cu_seqlens on either device is read by the host.
 
-    The backward is torch's flash attention, recomputed per run of equally long sequences in its
-    deterministic form: no atomics, no L x L matrix. Refuses with SB0414, SB0415, SB0420, SB0421.
+    Gradients come from the output and the norms of its rows, with all sums in a fixed order.
+    Refuses with SB0414, SB0415, SB0420, SB0421.
     """
     starts = cu_seqlens.detach().cpu().numpy().astype(np.int64)
     check_packed(q, k, starts)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         y = _Varlen.apply(q, k, v, starts, scale)
     else:
-        y = _packed(q, k, v, starts, scale)
+        y = _packed(q, k, v, *_cuts(q, starts), scale)
     registry.count_served("attention", q.shape[0])
     return y
 
 
-def _packed(q, k, v, starts: np.ndarray, scale: float) -> torch.Tensor:
+def _cuts(q: torch.Tensor, starts: np.ndarray) -> tuple[torch.Tensor, int]:
+    """`starts` beside q, int32, and the longest sequence."""
     at = torch.from_numpy(starts.astype(np.int32)).to(q.device)
-    return triton.varlen(q, k, v, at, int(np.diff(starts).max(initial=0)), scale)
+    return at, int(np.diff(starts).max(initial=0))
+
+
+def kernels(size: int) -> tuple[ModuleType, ModuleType]:
+    """Modules that hold `varlen` and `gradients` of packed sequences for heads of `size`."""
+    if size in gluon_parts.SIZES:
+        return gluon_rows, gluon_backward
+    return triton, triton_backward
+
+
+def _packed(q, k, v, at: torch.Tensor, longest: int, scale: float, norms=None) -> torch.Tensor:
+    rows, _ = kernels(q.shape[-1])
+    return rows.varlen(q, k, v, at, longest, scale, norms=norms)
 
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, starts, scale):
-        ctx.save_for_backward(q, k, v)
-        ctx.starts, ctx.scale = starts, scale
-        return _packed(q, k, v, starts, scale)
+        at, ctx.longest = _cuts(q, starts)
+        norms = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+        y = _packed(q, k, v, at, ctx.longest, scale, norms)
+        ctx.save_for_backward(q, k, v, y, norms, at)
+        ctx.scale = scale
+        return y
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v = ctx.saved_tensors
-        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-        for count, length, first in _runs(ctx.starts):
-            span = slice(first, first + count * length)
-            parts = _gradients(q[span], k[span], v[span], grad[span], count, ctx.scale)
-            for whole, part in zip(grads, parts, strict=True):
-                whole[span] = part
-        return *grads, None, None
-
-
-def _runs(starts: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(number, length, first row) of every run of equally long sequences; empty ones left out."""
-    first = 0
-    for length, run in itertools.groupby(np.diff(starts).tolist()):
-        count = len(list(run))
-        if length:
-            yield count, length, first
-        first += count * length
-
-
-def _gradients(q, k, v, grad, count: int, scale: float) -> tuple[torch.Tensor, ...]:
-    """Gradients of `count` causal sequences: q and grad [count * L, H, D], k and v [.., G, D]."""
-    group = q.shape[1] // k.shape[1]
-
-    def batched(x: torch.Tensor) -> torch.Tensor:
-        return x.detach().reshape(count, -1, *x.shape[1:]).transpose(1, 2)
-
-    def wide(x: torch.Tensor) -> torch.Tensor:
-        return batched(x).repeat_interleave(group, dim=1)
-
-    def narrow(x: torch.Tensor, heads: int) -> torch.Tensor:
-        x = x.unflatten(1, (heads, -1)).float().sum(2)  # heads of one group share a key head
-        return x.transpose(1, 2).reshape(-1, *k.shape[1:]).to(k.dtype)
-
-    qs, ks, vs = (x.requires_grad_() for x in (batched(q), wide(k), wide(v)))
-    with torch.enable_grad(), _deterministic(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        y = torch.nn.functional.scaled_dot_product_attention(
-            qs, ks, vs, is_causal=True, scale=scale
-        )
-        dq, dk, dv = torch.autograd.grad(y, (qs, ks, vs), batched(grad.to(q.dtype)))
-    dq = dq.transpose(1, 2).reshape(q.shape)
-    return dq, narrow(dk, k.shape[1]), narrow(dv, k.shape[1])
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    """torch chooses the backward without atomics; its setting is then what it was."""
-    before = torch.are_deterministic_algorithms_enabled()
-    only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=only_warn)
+        q, k, v, y, norms, at = ctx.saved_tensors
+        _, back = kernels(q.shape[-1])
+        dy = grad.to(q.dtype)
+        return *back.gradients(q, k, v, y, norms, dy, at, ctx.longest, ctx.scale), None, None
 
 
 def _probe() -> int:
@@ -162,7 +131,7 @@ def _probe() -> int:
     tokens = PARTITION + 8
     q = samples.bf16((tokens, 6, 64), 1, -4, 3).cuda()
     k, v = (samples.bf16((tokens, 2, 64), seed, -4, 3).cuda() for seed in (2, 3))
-    packed = _packed(q, k, v, np.array([0, 1, tokens]), 64**-0.5)
+    packed = _packed(q, k, v, *_cuts(q, np.array([0, 1, tokens])), 64**-0.5)
     keys, values = (x.new_zeros(18, 16, 2, 64) for x in (k, v))
     for cache, x in ((keys, k), (values, v)):
         cache.view(-1, 2, 64)[: tokens - 1] = x[1:]
@@ -189,6 +158,9 @@ registry.register(
             "samebits.ops.attention",
             "samebits.ops.attention.cpu",  # the length of a partition
             "samebits.ops.attention.triton",
+            "samebits.ops.attention.gluon_parts",
+            "samebits.ops.attention.gluon_rows",
+            "samebits.ops.gdn.gluon_scan",  # the rounding of outputs and weights
             "samebits.ops.attention.sm90",
         ),
         probe=_probe,

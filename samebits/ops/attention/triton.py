@@ -126,12 +126,12 @@ def _walk(
     return top, total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _rows(
-    q_ptr, k_ptr, v_ptr, y_ptr, starts_ptr, lengths_ptr, table_ptr, table_stride,
-    qt, qh, kb, ks, kh, vb, vs, vh, c, H,
+    q_ptr, k_ptr, v_ptr, y_ptr, norms_ptr, starts_ptr, lengths_ptr, table_ptr, table_stride,
+    qt, qh, kb, ks, kh, vb, vs, vh, c, H, T,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, PARTITION: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, PARTITION: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
     """ROWS query tokens of one request and head; the last tile, which has most keys, first."""
     request = tl.program_id(2)
@@ -173,6 +173,9 @@ def _rows(
         y = tl.div_rn(out, tl.broadcast_to(total[:, None], out.shape)) + 0.0
         y_at = y_ptr + (token[:, None] * H + head) * D + d[None, :]
         tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=(i < count)[:, None])
+        if NORMS:
+            norm = _finite(top) * c + tl.log2(total)
+            tl.store(norms_ptr + head.to(tl.int64) * T + token, norm, mask=i < count)
 
 
 @triton.jit
@@ -269,15 +272,17 @@ def varlen(
     longest: int,
     scale: float,
     geometry: Rows | None = None,
+    norms: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed sequences -> [T, H, D] bf16. Forward only.
 
     q [T, H, D], k and v [T, G, D]; starts [B + 1] int32 on the GPU, cumulative, 0 to T; no sequence
-    is longer than `longest`.
+    is longer than `longest`. `norms` [H, T] fp32, if given, is filled with log2 of each row's sum
+    of 2**(s c), for the backward; it moves no bit of the output.
     """
-    _check(q, k, v, 3, scale, starts=starts)
+    check(q, k, v, 3, scale, starts=starts)
     y = q.new_empty(q.shape)
-    _launch(q, k, v, y, starts, None, None, longest, scale, geometry)
+    _launch(q, k, v, y, starts, None, None, longest, scale, geometry, norms)
     return y
 
 
@@ -299,7 +304,7 @@ def paged(
     and lengths [R] as in `samebits.ops.attention.paged`, int32 on the GPU. No request has more than
     `most` query tokens. Written to `out` if given, contiguous as q is shaped.
     """
-    _check(q, key_cache, value_cache, 4, scale, starts=starts, lengths=lengths, table=table)
+    check(q, key_cache, value_cache, 4, scale, starts=starts, lengths=lengths, table=table)
     y = q.new_empty(q.shape) if out is None else out
     _launch(q, key_cache, value_cache, y, starts, lengths, table, most, scale, geometry)
     return y
@@ -320,7 +325,7 @@ def decode(
 
     No request has more than `longest` keys; the launch, and so a CUDA graph, covers that many.
     """
-    _check(q, key_cache, value_cache, 4, scale, starts=starts, lengths=lengths, table=table)
+    check(q, key_cache, value_cache, 4, scale, starts=starts, lengths=lengths, table=table)
     heads, size = q.shape[1:]
     requests, key_heads = lengths.shape[0], key_cache.shape[2]
     count = triton.cdiv(longest, PARTITION)
@@ -336,7 +341,8 @@ def decode(
         q, key_cache, value_cache, m, w, o, starts, lengths, table, table.stride(0),
         q.stride(0), q.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], c, count,
         GROUP=group, D=size, PAGE=key_cache.shape[1], ROWS=max(16, triton.next_power_of_2(group)),
-        TILE=TILE, PARTITION=PARTITION, num_warps=warps, num_stages=stages, **gpu.POLICY,
+        TILE=TILE, PARTITION=PARTITION, num_warps=warps, num_stages=stages,
+        **gpu.POLICY,
     )  # fmt: skip
     _finish[(heads, requests)](
         m, w, o, y, starts, lengths, c, count, D=size, PARTITION=PARTITION, MERGE=MERGE,
@@ -345,12 +351,33 @@ def decode(
     return y
 
 
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """x [T, N, D] as [T, N D] that bulk copies can read: its own memory where that fits, or a copy.
+
+    They need heads side by side, and tokens 16 bytes apart or a multiple of it.
+    """
+    tokens, heads, size = x.shape
+    width = heads * size
+    fits = (
+        x.stride(2) == 1
+        and (heads == 1 or x.stride(1) == size)
+        and (tokens == 1 or (x.stride(0) >= width and x.stride(0) % 8 == 0))
+        and x.data_ptr() % 16 == 0
+    )
+    if not fits:
+        x = x.clone(memory_format=torch.contiguous_format)
+    # The stride of a dimension of one element may be anything.
+    return x.as_strided((tokens, width), (x.stride(0) if tokens > 1 else width, 1))
+
+
 def factor(scale: float) -> float:
     """c: the fp32 number next to scale * log2(e), the product taken in float64."""
     return float(np.float32(scale * math.log2(math.e)))
 
 
-def _launch(q, k, v, y, starts, lengths, table, most, scale, geometry: Rows | None) -> None:
+def _launch(
+    q, k, v, y, starts, lengths, table, most, scale, geometry: Rows | None, norms=None
+) -> None:
     tokens, heads, size = q.shape
     geometry = geometry or ROWS[size]
     if not tokens or not most:
@@ -362,14 +389,16 @@ def _launch(q, k, v, y, starts, lengths, table, most, scale, geometry: Rows | No
         page, stride = k.shape[1], table.stride(0)
         key_strides, value_strides = k.stride()[:3], v.stride()[:3]
     _rows[(triton.cdiv(most, geometry.rows), heads, len(starts) - 1)](
-        q, k, v, y, starts, lengths, table, stride, q.stride(0), q.stride(1),
-        *key_strides, *value_strides, factor(scale), heads,
+        q, k, v, y, y if norms is None else norms, starts, lengths, table, stride,
+        q.stride(0), q.stride(1), *key_strides, *value_strides, factor(scale), heads, tokens,
         GROUP=heads // k.shape[-2], D=size, PAGE=page, ROWS=geometry.rows, TILE=TILE,
-        PARTITION=PARTITION, num_warps=geometry.warps, num_stages=geometry.stages, **gpu.POLICY,
+        PARTITION=PARTITION, NORMS=norms is not None,
+        num_warps=geometry.warps, num_stages=geometry.stages, **gpu.POLICY,
     )  # fmt: skip
 
 
-def _check(q, k, v, rank: int, scale: float, **tables: torch.Tensor) -> None:
+def check(q, k, v, rank: int, scale: float, **tables: torch.Tensor) -> None:
+    """Operands of a launcher: dtypes and devices (SB0420), shapes (SB0421), geometry (SB0414)."""
     gpu.prepare(q.device.index or 0)
     gpu.require("q", q, torch.bfloat16, q.dim() == 3, "[T, H, D]", dense=False)
     for name, x in (("keys", k), ("values", v)):
