@@ -69,3 +69,19 @@ def test_a_bad_recipe_is_refused(edited, old, new, error_id):
 def test_an_unknown_case_is_refused_with_the_known_ones():
     with pytest.raises(Refused, match="qwen3-tiny"):
         recipes.load("no-such-case")
+
+
+def test_a_case_says_which_layers_of_the_published_model_it_leaves_out(tmp_path):
+    assert recipes.load("qwen3-8b-h200").left_out == ("32 of 36 layers",)
+    assert recipes.load("qwen3-tiny").left_out == ()
+    source = recipes.load("qwen3-8b-h200").folder
+    text = (source / "recipe.yaml").read_text()
+    (tmp_path / "recipe.yaml").write_text(text.replace("_layers: 4 #", "_layers: 36 #"))
+    loaded = recipes.load(tmp_path)
+    assert loaded.left_out == ()
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    assert loaded.left_out == ()
+    for broken in ("[", "[]", "{}", '{"num_hidden_layers": null}'):
+        (tmp_path / "config.json").write_text(broken)
+        with pytest.raises(Refused, match="SB0920"):
+            _ = loaded.left_out
