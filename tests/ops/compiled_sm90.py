@@ -29,7 +29,7 @@ TYPES = {
     bool: "i1",
     float: "fp32",
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
 @dataclass

@@ -19,7 +19,7 @@ from samebits.ops import gpu
 from samebits.ops.attention import gluon_backward, gluon_parts, gluon_rows, triton_backward
 from samebits.ops.attention import triton as attention
 from samebits.ops.gemm import admission_sm90 as admission
-from samebits.ops.gemm import kernels_sm90
+from samebits.ops.gemm import gluon_leaves, kernels_sm90
 from samebits.ops.gemm import triton as gemm
 from samebits.ops.gemm.operands_sm90 import KINDS
 from samebits.ops.logprob import triton as logprob
@@ -105,7 +105,8 @@ def launches(size: int):
         for ranks in (2, 4, 8):
             logprob.fold_ranks(torch.zeros(3, ranks, 2))
         logprob.log_probs(logits, found, 4000)
-        logprob.gradient(logits, found, targets, torch.zeros(3), 0, 4000)
+        for dtype in (torch.float32, torch.bfloat16):
+            logprob.gradient(logits, found, targets, torch.zeros(3), 0, 4000, dtype)
         logprob.row_digests(logits, 7, 4000)
     return [(r.kernel, arguments) for r in recorders for _, arguments in r.calls]
 
@@ -202,3 +203,33 @@ def test_no_pinned_shape_is_used_with_a_bias_before_its_own_test(no_gpu, monkeyp
     (made,) = admission.admitted()
     assert made.bias and len(met) == len(KINDS) and all(args[-1] for args in met)
     assert admission.tile_for(4, (6144, 4096, 1, torch.bfloat16), biased=True) == made.tiles[1]
+
+
+def test_every_pinned_tile_in_gluon_compiles_for_sm90(no_gpu):
+    with compiled_sm90.recorded(gluon_leaves) as recorders:
+        for (n, k, leaves, dtype), tiles in gemm.table().items():
+            for tile in (t for t in tiles if t.kind == "gluon"):
+                y = torch.empty(1100, n, dtype=dtype)
+                gemm.launch(tile, bf16(1100, k), bf16(n, k), y, leaves)
+    (recorder,) = [r for r in recorders if r.calls]
+    assert {a["LEAVES"] for _, a in recorder.calls} == {4, 8}
+    for (blocks,), arguments in recorder.calls:
+        code = compiled_sm90.compiled(recorder.kernel, arguments)
+        assert code.asm["cubin"] and code.metadata.shared <= SHARED and blocks == 132
+        assert "wgmma.mma_async" in code.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    "k,leaves,dtype,columns",
+    [
+        (4096, 1, torch.bfloat16, 128),
+        (96 * 4, 4, torch.bfloat16, 128),
+        (4096, 4, torch.float32, 128),
+        (4096, 4, torch.bfloat16, 256),
+    ],
+)
+def test_gluon_refuses_what_it_was_not_written_for(no_gpu, k, leaves, dtype, columns):
+    tile = gemm.Tile(4096, "gluon", bm=128, bn=columns, bk=64, warps=4, stages=5)
+    with pytest.raises(Refused) as caught:
+        gemm.launch(tile, bf16(256, k), bf16(256, k), torch.empty(256, 256, dtype=dtype), leaves)
+    assert caught.value.error_id == "SB0453"

@@ -186,6 +186,7 @@ def _register(
                 "samebits.ops.gpu",
                 "samebits.ops.gemm",
                 "samebits.ops.gemm.kernels_sm90",
+                "samebits.ops.gemm.gluon_leaves",
                 "samebits.ops.gemm.smallest_sm90",
                 "samebits.ops.gemm.operands_sm90",
                 "samebits.ops.gemm.triton",

@@ -17,6 +17,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samebits.ops import gpu
+from samebits.ops.gemm import gluon_leaves
 from samebits.ops.gemm import kernels_sm90 as kernels
 from samebits.plan import ReductionPlan
 
@@ -29,8 +30,8 @@ Shape = tuple[int, int, int, torch.dtype]
 class Tile:
     """How to launch one (N, K, leaves) for M up to `rows`. None of this moves a bit.
 
-    kind      tiles, subtrees or serial: a kernel of `kernels_sm90`
-    inner     leaves that a block folds in registers, where the kind is not `tiles`
+    kind      tiles, subtrees or serial: a kernel of `kernels_sm90`; gluon: `gluon_leaves`
+    inner     leaves that a block folds in registers, where the kind is subtrees or serial
     swap      1: the weights are the left operand of the MMA
     blocks    blocks per multiprocessor that walk the tiles; 0: one block for each tile
     flatten   loads of the next tile start before the last one is stored
@@ -85,6 +86,10 @@ def launch(
     bias   bf16, one for each row of w, contiguous, added in fp32 before the rounding; only where
            the kind of the tile is `tiles`, as it is with one leaf
     """
+    assert bias is None or tile.kind == "tiles", tile
+    if tile.kind == "gluon":
+        gluon_leaves.launch(tile, x, w, y, leaves)
+        return
     processors = gpu.prepare(x.device.index or 0)
     (m, k), n = x.shape, y.shape[1]
     count = triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn)
@@ -97,7 +102,6 @@ def launch(
         sizes |= {"LEAVES": leaves}
     else:
         sizes |= {"INNER": tile.inner, "COUNT": leaves // tile.inner}
-    assert bias is None or tile.kind == "tiles", tile
     options = {"num_warps": tile.warps, "num_stages": tile.stages, **gpu.POLICY}
     if tile.kind == "subtrees":
         part = y.new_empty(count * sizes["COUNT"] * tile.bm * tile.bn, dtype=torch.float32)
