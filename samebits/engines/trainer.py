@@ -264,8 +264,8 @@ class Trainer:
     # -- forward ---------------------------------------------------------------------------------
 
     def _forward(self, sequences, layout: str, on_rows) -> torch.Tensor:
-        """Run the model on one micro-batch. `on_rows(hidden [n, 1, H], project, targets [n])`
-        gets the rows that predict a target, and the output layer."""
+        """Run the model on one micro-batch. `on_rows(hidden [n, 1, H], project, weight, targets
+        [n])` gets the rows that predict a target, the output layer and its weight."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         if layout == "packed" and not runtime.aligned():
@@ -293,7 +293,8 @@ class Trainer:
             def project(part: torch.Tensor) -> torch.Tensor:
                 return output_layer(part, weight=output_weight)[0]
 
-            return on_rows(rows[:, None], project, batch.targets)
+            weight = output_layer.weight if output_weight is None else output_weight
+            return on_rows(rows[:, None], project, weight, batch.targets)
 
         model = self.model if self._ddp is None else self._ddp
         return model(
@@ -319,7 +320,7 @@ class Trainer:
             part = [sequences[i] for i in indices]
             found: list[str] = []
 
-            def on_rows(hidden, project, targets, found=found):
+            def on_rows(hidden, project, _, targets, found=found):
                 out = [torch.empty(0, device=self.device)]
                 for start in range(0, len(targets), slice_rows):
                     logits = project(hidden[start : start + slice_rows])
@@ -384,6 +385,8 @@ class Trainer:
         self, batch: TrainBatch, loss_fn: LossFunction, layout: str
     ) -> tuple[float, dict[str, float], list[torch.Tensor]]:
         """Gradients of a batch, and its loss, metrics and log-probabilities."""
+        from samebits.hooks.megatron.logprob import selected
+
         if self._optimizer is None:
             raise Refused(
                 "SB0613",
@@ -402,9 +405,11 @@ class Trainer:
             sizes = [len(s) - 1 for s in part]
             share = sum(float(batch.mask[i].sum()) for i in indices) / total
 
-            def on_rows(hidden, project, targets):
+            def on_rows(hidden, project, weight, targets):
                 if not len(targets):
                     return torch.empty(0, device=self.device)
+                if runtime.aligned("gemm.lm_head") and runtime.aligned("logprob"):
+                    return selected(hidden[:, 0], weight, targets, self.group)
                 return _selected(project(hidden), targets)
 
             values = self._forward(part, layout, on_rows)

@@ -6,7 +6,7 @@ import torch
 
 from samebits import bits, runtime
 from samebits.errors import Refused
-from samebits.ops import logprob
+from samebits.ops import head, logprob
 
 
 def bound() -> bool:
@@ -14,11 +14,11 @@ def bound() -> bool:
     return runtime.aligned("logprob")
 
 
-def _shard(logits: torch.Tensor, group) -> dict:
-    """Which part of the vocabulary this rank's logits are."""
+def _shard(columns: int, group) -> dict:
+    """Which part of the vocabulary the `columns` of this rank are."""
     if group.size() == 1:
         return {}
-    return {"start": group.rank() * logits.shape[-1], "group": group}
+    return {"start": group.rank() * columns, "group": group}
 
 
 def cross_entropy(
@@ -42,15 +42,30 @@ def cross_entropy(
     flat = logits.reshape(-1, logits.shape[-1])
     if not runtime.aligned("gemm.lm_head"):
         flat = flat.float()
-    shard = _shard(logits, get_tensor_model_parallel_group())
+    shard = _shard(logits.shape[-1], get_tensor_model_parallel_group())
     return -logprob.selected(flat, target.reshape(-1), plan, **shard).view(target.shape)
+
+
+def selected(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, group
+) -> torch.Tensor:
+    """hidden [n, H] bf16, weight [V / ranks, H] bf16, target [n] int64 -> log p(target) [n] fp32.
+
+    The bits of Megatron's output layer and loss one after the other, of as many logits at a time
+    as `head.LOGITS` says. As in that layer, ranks add up their gradients of hidden.
+    """
+    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+    hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+    plan = runtime.contract().plan("logprob")
+    return head.selected(hidden, weight, target, plan, **_shard(weight.shape[0], group))
 
 
 def row_digests(logits: torch.Tensor, group) -> list[str]:
     """Whole-row digests of logits [n, V / ranks] fp32, in hex; the same for every rank count."""
     import torch.distributed as dist
 
-    shard = _shard(logits, group)
+    shard = _shard(logits.shape[-1], group)
     mine = logprob.row_digest(logits, start=shard.get("start", 0))
     parts = [mine]
     if group.size() > 1:

@@ -247,6 +247,7 @@ registry.register(
             "samebits.ops.scalar",
             "samebits.ops.logprob",
             "samebits.ops.logprob.cpu",
+            "samebits.ops.head",
         ),
         probe=_probe,
     )

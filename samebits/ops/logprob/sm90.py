@@ -133,6 +133,7 @@ registry.register(
             "samebits.ops.logprob.reference_sm90",
             "samebits.ops.logprob.triton",
             "samebits.ops.logprob.sm90",
+            "samebits.ops.head",
         ),
         probe=_probe,
     )

@@ -275,9 +275,10 @@ def gradient(
     grad: torch.Tensor,
     start: int,
     width: int,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Gradient of the logits: grad * (onehot - softmax); column 0 is vocabulary entry `start`."""
-    y = torch.empty_like(logits)
+    y = torch.empty_like(logits, dtype=dtype)
     rows, stride = logits.shape
     if rows:
         _gradient[(rows, triton.cdiv(stride, COLUMNS))](
