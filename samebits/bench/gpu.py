@@ -27,6 +27,7 @@ from samebits.bench import (
     gpu_gates,
     gpu_gdn_ahead,
     gpu_gdn_times,
+    gpu_head,
     gpu_hybrid,
     gpu_public,
 )
@@ -206,6 +207,7 @@ AREAS: dict[str, tuple[Callable[[], Iterator[str]], Callable[[], Iterator[Row]]]
     "elements": (gpu_gates.element_gates, element_rows),
     "attention": (gpu_attention.gates, attention_rows),
     "gemm": (gpu_gates.gemm_gates, gemm_rows),
+    "head": (gpu_head.gates, gpu_head.rows),
     "gdn": (gpu_gdn_ahead.gates, gpu_gdn_times.rows),
 }
 

@@ -27,7 +27,7 @@ from samebits.ops.silu_mul import reference as silu_law
 from samebits.ops.silu_mul import triton as silu_mul
 from samebits.plan import ReductionPlan
 
-ROWS = (*range(1, 18), 64, 256, 4096, 16384)
+ROWS = (*range(1, 18), 64, 256, 1000, 4096, 16384)
 LAW_ROWS = 256
 ROWS_LOGPROB = 64
 HAZARDS = ("tie", "subnormal", "zero", "infinity", "nan")
