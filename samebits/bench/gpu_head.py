@@ -129,7 +129,9 @@ def rows() -> Iterator[Row]:
     ours = partial(head.selected, x, w, t, plan)
     theirs, mine = medians([[partial(torch.mm, x, w.t())], [ours]])
     torch.cuda.empty_cache()
-    yield row(work, mine, "cuBLAS, bf16 output", theirs, 1.15) | {"peak_gib": _eager(ours)[1]}
+    yield row(work, mine, "cuBLAS, bf16 output", theirs, 1.15) | {
+        "peak_gib": round(_eager(ours)[1], 2)
+    }
     slope, found = torch.ones(tokens, device="cuda"), []
     for call in (
         partial(head.selected, targets=t, plan=plan),
@@ -138,5 +140,5 @@ def rows() -> Iterator[Row]:
         torch.cuda.empty_cache()
         found.append(_eager(partial(_gradients, call, x, w, slope)))
     (mine, peak), (theirs, whole) = found
-    memory = {"peak_gib": peak, "against_peak_gib": whole}
+    memory = {"peak_gib": round(peak, 2), "against_peak_gib": round(whole, 2)}
     yield row(f"{work}, forward and backward", mine, "whole logits", theirs, None) | memory
