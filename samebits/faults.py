@@ -184,6 +184,13 @@ def _stale_prefix_cache() -> None:
     Scheduler.reset_prefix_cache = keep  # type: ignore[method-assign]
 
 
+def _prefix_cache_not_reset() -> None:
+    """The rollout engine keeps its prefix cache, and says that nothing was cached (E, SB0906)."""
+    from samebits.hooks.vllm.scheduler import Scheduler
+
+    Scheduler.reset_prefix_cache = lambda *_, **__: {"dropped_blocks": 0}  # type: ignore[method-assign]
+
+
 def _unsynced_tensor() -> None:
     """A weight sync leaves the final norm as it was, and reports all tensors (SB0705)."""
     from samebits.hooks.vllm import weights
@@ -214,6 +221,7 @@ PLANTED = {
     "temperature_of_one_side": _temperature_of_one_side,
     "chunks_from_slices": _chunks_from_slices,
     "stale_prefix_cache": _stale_prefix_cache,
+    "prefix_cache_not_reset": _prefix_cache_not_reset,
     "unsynced_tensor": _unsynced_tensor,
 }
 

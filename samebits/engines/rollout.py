@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from samebits import bits, patching, segments
 from samebits.engines import rollout_wire as wire
 from samebits.engines.rollout_wire import Completion, Request, Score
-from samebits.errors import Refused
+from samebits.errors import Different, Refused
 
 if TYPE_CHECKING:
     from samebits.recipe import Recipe
@@ -180,11 +180,19 @@ class RolloutEngine:
         The engine verifies contract digest, step, names and checksums before it copies anything.
         Afterwards the checksums of the live parameters, summed over ranks, are compared with the
         manifest's (Refused SB0705), and the prefix cache is reset (Refused SB0515 when vLLM
-        declines), so that no completion after this reports cached tokens of older weights.
+        declines; Different SB0906 when blocks are cached afterwards), so that no completion after
+        this reports cached tokens of older weights.
         Returns {tensors, checksums, dropped_blocks}: the last as of `reset_prefix_cache`.
         """
         counts = self._rpc("samebits_load_weights", manifest.to_json(), manifest.step)
         dropped = self.reset_prefix_cache()
+        if kept := self.reset_prefix_cache():  # dropped by the second is what the first one left
+            raise Different(
+                "SB0906",
+                seen=f"{kept} cached blocks after a reset that dropped {dropped}",
+                required="0: cached state belongs to the old weights",
+                hint="samebits explain SB0906",
+            )
         live = self.weight_checksums()
         for name, expected in manifest.checksums().items():
             if live.get(name) != expected:

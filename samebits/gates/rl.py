@@ -95,7 +95,7 @@ def run_rl(
     ):
         if arithmetic == "aligned":
             _agree(run, engine, trainer)
-        dropped = -1  # before the first refit
+        dropped: int | None = None  # before the first refit
         for step in range(1, most + 1):
             if step > steps and _refitted(records) >= refitted_tokens:
                 break
@@ -103,11 +103,13 @@ def run_rl(
                 look.at(engine, trainer, _requests(plan[step - 1], settings, step))
                 return Stage(streams, {"steps": records})
             record = _step(engine, trainer, plan[step - 1], asked.reward, settings, step, streams)
-            record["cache_invalidated"] = dropped > 0 and record["repeated_cached_tokens"] == 0
-            if dropped > 0 and record["repeated_cached_tokens"]:
+            cached = record["repeated_cached_tokens"]
+            record["cache_invalidated"] = bool(dropped) and not cached
+            # Also where no block was dropped: that is what a reset left out looks like.
+            if dropped is not None and cached:
                 raise Different(
                     "SB0906",
-                    seen=f"{record['repeated_cached_tokens']} cached tokens after a refit",
+                    seen=f"{cached} cached tokens after a refit that dropped {dropped} blocks",
                     required="0: cached state belongs to the old weights",
                     hint="samebits explain SB0906",
                 )

@@ -110,12 +110,19 @@ def test_a_chunk_that_starts_where_a_slice_starts(hybrid, faulty):
     assert "region    gdn.core" in shown
 
 
-def test_a_prefix_cache_that_outlives_its_weights(dense, faulty):
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("stale_prefix_cache", "cached blocks after a reset that dropped"),
+        ("prefix_cache_not_reset", "cached tokens after a refit that dropped 0 blocks"),
+    ],
+)
+def test_a_prefix_cache_that_outlives_its_weights(dense, faulty, fault, seen):
     case = faulty(*dense)
-    case.plant(rollout="stale_prefix_cache")
+    case.plant(rollout=fault)
     code, shown = case.command("rl", "CASE", "--steps", "2")
     assert code == 1, shown
-    assert "SB0906" in shown and "cached tokens after a refit" in shown
+    assert "SB0906" in shown and seen in shown
 
 
 def test_a_tensor_that_a_sync_left_out(dense, faulty):

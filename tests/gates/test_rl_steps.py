@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from samebits import recipe as recipes
+from samebits.errors import Different
 from samebits.gates import rl
 
 
@@ -20,8 +21,10 @@ class _Engine:
     def __exit__(self, *_):
         pass
 
+    dropped = 1
+
     def sync_weights(self, _manifest):
-        return {"dropped_blocks": 1}
+        return {"dropped_blocks": self.dropped}
 
 
 class _Trainer:
@@ -46,11 +49,11 @@ def steps_of(monkeypatch, tmp_path):
     monkeypatch.setattr(rl, "_use_patched_verl", lambda _run: None)
     monkeypatch.setattr(rl, "_report", lambda _arm, _record: None)
 
-    def steps(tokens, largest=0.5, **options):
+    def steps(tokens, largest=0.5, *, cached=0, **options):
         def step(_engine, _trainer, prompts, _reward, settings, number, _streams):
             assert len(prompts) == settings["prompts_per_step"]
             counts = {"tokens": 99, "mismatches": tokens, "max_abs": largest}
-            return {"step": number, **counts, "repeated_cached_tokens": 0}
+            return {"step": number, **counts, "repeated_cached_tokens": cached}
 
         monkeypatch.setattr(rl, "_step", step)
         stage = rl.run_rl(run, arithmetic="stock", prompts_per_step=1, **options)
@@ -74,3 +77,13 @@ def test_a_step_of_nan_does_not_count_for_a_control(steps_of):
 
 def test_the_claim_takes_the_steps_of_the_recipe_whatever_they_sample(steps_of):
     assert steps_of(1, steps=3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_cached_tokens_after_a_refit_are_different_whatever_was_dropped(
+    steps_of, monkeypatch, dropped
+):
+    monkeypatch.setattr(_Engine, "dropped", dropped)
+    assert steps_of(1, cached=16, steps=1) == [1]  # before any refit they are what a cache is for
+    with pytest.raises(Different, match="SB0906"):
+        steps_of(1, cached=16, steps=2)
