@@ -22,6 +22,10 @@ MERGED = (*PRODUCTS, "gdn.l2_norm")
 _ROWS_SPLIT = ("embedding", *PRODUCTS, "gemm.lm_head", "gdn.conv", "gdn.gate")
 
 
+# Beginning of the name of an operand that is a number and no tensor: float64 bits, no digest.
+CONSTANT = "constant."
+
+
 class Columns:
     """Columns of the outputs of one engine for a model with the configuration `config`."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from samebits.trace.columns import widened
+from samebits.trace.columns import CONSTANT, widened
 from samebits.trace.read import Call
 
 
@@ -17,7 +17,8 @@ class RegionDifference:
     """Where two traces part. `element` is (position, feature), features in the rollout's order on
     one rank; counts are of the compared rows.
 
-    operands   name -> digest that both sides hold for that position, or the two that differ
+    operands   name -> digest that both sides hold for that position, or the two that differ; of
+               constants (eps, scale, leaves of a plan) only those that differ, as numbers
     """
 
     layer: int | None
@@ -98,12 +99,20 @@ def _name(call: Call | None) -> str:
 
 
 def _operands(a: Call, b: Call, left: int, right: int) -> dict[str, str]:
-    """Digests of the operands that both sides have as one."""
+    """Digests of the operands that both sides have as one, and constants that differ."""
     found = {}
     for name in a.operands.keys() & b.operands.keys():
-        one, other = (
-            f"{int(side.operands[name][0 if name == 'weight' else row]):016x}"
+        values = [
+            side.operands[name][0 if name == "weight" else row]
             for side, row in ((a, left), (b, right))
+        ]
+        constant = name.startswith(CONSTANT)
+        one, other = (
+            repr(float(value.view(np.float64))) if constant else f"{int(value):016x}"
+            for value in values
         )
-        found[name] = one if one == other else f"{one} left, {other} right"
+        if one != other:
+            found[name.removeprefix(CONSTANT)] = f"{one} left, {other} right"
+        elif not constant:
+            found[name] = one
     return dict(sorted(found.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from samebits import bits
+from samebits.plan import ReductionPlan
 from samebits.trace import digests, operators, passes
 from samebits.trace import rows as sequences
-from samebits.trace.columns import widened
+from samebits.trace.columns import CONSTANT, widened
 from samebits.trace.digests import rows_of
 from samebits.trace.passes import Pass
 
@@ -113,6 +115,7 @@ class _Recorder:
 
     def wrap(self, function: Callable, name: str, region: Region, called: str) -> Callable:
         """`function`, recorded as `name`; its module knows it as `called`."""
+        signature = inspect.signature(function)
 
         @functools.wraps(function)
         def traced(*args, **kwargs):
@@ -127,7 +130,7 @@ class _Recorder:
                 elif name == "gemm.column" and args[2:] and args[2] is not None:
                     shown, seen = "gemm.bias", BIASED
                 with contextlib.suppress(FileNotFoundError):  # the driver has what it wants
-                    self._see(shown, seen, called, args, output)
+                    self._see(shown, seen, called, args, output, _constants(signature, args, kwargs))
             finally:
                 self._inside = False
             return output
@@ -149,7 +152,15 @@ class _Recorder:
             return False
         return True
 
-    def _see(self, name: str, region: Region, called: str, args: tuple, output: Any) -> None:
+    def _see(
+        self,
+        name: str,
+        region: Region,
+        called: str,
+        args: tuple,
+        output: Any,
+        constants: dict[str, np.uint64],
+    ) -> None:
         if name == "embedding":
             ids = bits.int_view(args[0]).astype(np.int64)
             self._pass = Pass(ids.ravel(), len(ids) if ids.ndim > 1 else 1, self._passes)
@@ -166,10 +177,12 @@ class _Recorder:
             step.normed = output
         if step.rows is None:
             whole = np.arange(len(step.ids))
-            step.waiting.append((name, self._found(name, region, args, output, whole)))
+            found = self._found(name, region, args, output, whole)
+            step.waiting.append((name, found | _each(constants, len(whole))))
         elif len(step.rows):
             rows = step.of(name, step.rows)
-            self._write(step, name, self._found(name, region, args, output, rows))
+            found = self._found(name, region, args, output, rows)
+            self._write(step, name, found | _each(constants, len(rows)))
 
     def _locate(self, step: Pass, called: str, args: tuple) -> None:
         """Learn the rows of the sequence, and write what came before."""
@@ -254,6 +267,25 @@ class _Recorder:
             by_value = name == "gdn.gate" or (name == "gemm.bias" and weight.dim() == 1)
             self._weights[key] = digests.of_weight(weight, column, by_value=by_value)
         return self._weights[key]
+
+
+def _constants(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, np.uint64]:
+    """Numbers that a call is given besides tensors (eps, scale, leaves of a plan): name -> bits of
+    the number as a float64. A rank has its own part of a plan, so there that is left out."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    found = {}
+    for name, value in bound.arguments.items():
+        if isinstance(value, ReductionPlan) and _rank() is None:
+            value = float(value.leaves)
+        if isinstance(value, float):
+            found[f"{CONSTANT}{name}"] = np.float64(value).view(np.uint64)
+    return found
+
+
+def _each(constants: dict[str, np.uint64], rows: int) -> dict[str, np.ndarray]:
+    """The constants as an operand of every row."""
+    return {name: np.full(rows, value) for name, value in constants.items()}
 
 
 def _rank() -> int | None:

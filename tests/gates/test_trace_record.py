@@ -186,6 +186,21 @@ def _with_fault(operators, monkeypatch, name):
         return _recorded(operators, WHOLE)
 
 
+def test_a_constant_of_one_side_is_an_operand_that_differs(operators, monkeypatch):
+    from samebits.ops import rms_norm
+
+    right = _recorded(operators, WHOLE)
+    traced = rms_norm.rms_norm
+    with monkeypatch.context() as patch:
+        patch.setattr(rms_norm, "rms_norm", lambda x, weight, eps: traced(x, weight, eps=1e-2))
+        other = _recorded(operators, WHOLE)
+    found = trace.first_difference(right, other)
+    assert found is not None and found.region == "norm.rms"
+    assert found.operands["eps"] == "1e-06 left, 0.01 right"
+    assert not {"scale", "plan"} & set(found.operands)  # they agree, or are of another region
+    assert " left, " not in found.operands["input"]
+
+
 def test_padded_sequences_are_taken_apart(operators):
     """Megatron's batches: [tokens, batch, features], but sequence by sequence inside attention."""
     model = Model()
