@@ -88,11 +88,12 @@ def prove(
     if locate is not None:
         raise typer.Exit(_locate(case, locate, pair, quick, record, as_json))
     from samebits import env
-    from samebits.evidence.verdict import judge
     from samebits.gates import page
+    from samebits.gates.prove import Listener
     from samebits.gates.prove import prove as run
 
-    outcome = run(case, quick=quick, record=record)
+    listener = Listener() if as_json else Listener(_judged, _located)
+    outcome = run(case, quick=quick, record=record, listener=listener)
     statement = outcome.statement
     chip = env.chip()
     html = page.write(
@@ -105,21 +106,30 @@ def prove(
     if as_json:
         show_json(statement.data)
     else:
-        _table(statement.predicate)
-        for reason in judge(statement.predicate).reasons:
-            print(f"- {reason}")
-        for difference in outcome.differences:
-            print(f"\n{difference}\n")
-        print(f"evidence: {shown(outcome.path)}")
         print(f"report:   {shown(html)}")
         print(page.sentence(statement))
     raise typer.Exit({"EQUAL": 0, "DIFFERENT": 1, "NOT_OBSERVED": 3}[statement.verdict])
 
 
+def _judged(statement, path) -> None:
+    """Table, reasons and the evidence's path, before any difference is traced."""
+    from samebits.errors import shown
+    from samebits.evidence.verdict import judge
+
+    _table(statement.predicate)
+    for reason in judge(statement.predicate).reasons:
+        print(f"- {reason}")
+    print(f"evidence: {shown(path)}", flush=True)
+
+
+def _located(report) -> None:
+    print(f"\n{report}\n", flush=True)
+
+
 def _locate(
     case: str, sequence: int, pair: str | None, quick: bool, record: bool, as_json: bool
 ) -> int:
-    """Exit code 1 when a pair of arms differs, else 0."""
+    """Exit code 1 when a pair of arms differs, 3 when a note is all there is, else 0."""
     from samebits.gates import locate
     from samebits.gates.prove import Size, locked_run
     from samebits.recipe import load
@@ -132,8 +142,13 @@ def _locate(
         for report in found:
             print(f"{report}\n")
         pairs = pair or ", ".join("/".join(arms) for arms in locate.PAIRS)
-        print(f"{case}, sequence {sequence}: {len(found)} pairs of {pairs} differ")
-    told = any(report.note is None or report.left.bits != "-" for report in found)
+        differ = sum(report.note not in locate.GONE for report in found)
+        gone = ", the run's difference is gone" if len(found) > differ else ""
+        print(f"{case}, sequence {sequence}: {differ} pairs of {pairs} differ{gone}")
+    told = any(
+        report.note is None or (report.left.bits != "-" and report.note not in locate.GONE)
+        for report in found
+    )
     return 1 if told else 3 if found else 0
 
 

@@ -36,7 +36,8 @@ class DifferenceReport:
     layer      decoder layer, counted from 0
     region     first region whose output differs; `element` is its index
     operands   name -> digest of what the region was given; equal on both sides, or the difference
-               is further up
+               is further up. Constants (eps, scale) only where they differ
+    agree      which tokens of the sequence have equal log-probabilities, in words
     note       why the descent ended before an element was reached
     """
 
@@ -57,6 +58,7 @@ class DifferenceReport:
     differing: int | None = None
     elements: int | None = None
     operands: dict[str, str] | None = None
+    agree: str | None = None
     note: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,6 +74,8 @@ class DifferenceReport:
             f"  token     sequence {self.sequence}, position {self.position}, id {self.token}"
         )
         lines += _sides("  logprob ", self.left, self.right)
+        if self.agree is not None:
+            lines.append(f"  agree     {self.agree}")
         if self.region is None:
             lines.append(f"  region    {self.note or 'not traced'}")
         else:

@@ -110,7 +110,8 @@ class Size:
 class Outcome:
     """What a proving run leaves: the statement, where it was written, the stages behind it.
 
-    differences   one report for each comparison with a mismatch, stored in `difference.json`
+    differences   one report for each comparison with a mismatch, which have been told and stored
+                  in `difference.json`
     """
 
     statement: Statement
@@ -157,11 +158,25 @@ def locked_run(case: str, size: Size | ladder.Size, **kept_apart: str) -> Iterat
         yield open_run(case, size, **kept_apart)
 
 
-def prove(case: str, *, quick: bool = False, record: bool = False) -> Outcome:
+@dataclass(frozen=True)
+class Listener:
+    """What is called while a proving run goes on.
+
+    judged    with the statement and where it was written, before any difference is traced
+    located   with each report on a difference, as it is done
+    """
+
+    judged: Callable[[Statement, Path], None] = lambda *_: None
+    located: Callable[[DifferenceReport], None] = lambda _: None
+
+
+def prove(
+    case: str, *, quick: bool = False, record: bool = False, listener: Listener | None = None
+) -> Outcome:
     """Run all legs of the recipe. `record` writes to the case folder, otherwise to `build/runs`."""
     size = Size.of(recipes.load(case), quick=quick, record=record)
     with locked_run(case, size) as run:
-        return _prove(run, size, quick, record)
+        return _prove(run, size, quick, record, listener)
 
 
 def rerun(case: str) -> Outcome:
@@ -178,15 +193,24 @@ def rerun(case: str) -> Outcome:
         return _prove(run, size, quick=False, record=False)
 
 
-def _prove(run: Run, size: Size, quick: bool, record: bool) -> Outcome:
+def _prove(
+    run: Run, size: Size, quick: bool, record: bool, listener: Listener | None = None
+) -> Outcome:
+    listener = listener or Listener()
     started = _now()
     done = _stages(run, size)
     statement = state(run, done, quick=quick, started=started)
     path = run.recipe.evidence_path if record else run.folder / run.recipe.evidence_path.name
     statement = evidence.write(statement, path)
+    listener.judged(statement, path)
     # After the evidence, which an engine that fails now may not lose.
-    differences = locate.reports(run, statement.predicate["comparisons"])
-    locate.write(differences, path.with_name("difference.json"))
+    differences: list[DifferenceReport] = []
+    beside = path.with_name("difference.json")
+    locate.write(differences, beside)
+    for report in locate.reports(run, statement.predicate["comparisons"]):
+        differences.append(report)
+        locate.write(differences, beside)
+        listener.located(report)
     return Outcome(statement, path, done, run, differences)
 
 

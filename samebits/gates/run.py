@@ -1,8 +1,8 @@
 """One proving run: a folder of finished stages, so that an interrupted run goes on where it was.
 
 The folder is named by what the results depend on (recipe, weights, prompts, contract, patched
-trees, sources of operators, hooks and gates), so a change of any of them starts afresh and never
-reuses old streams.
+trees, sources of operators, hooks, engines, weight sync, faults and gates), so a change of any of
+them starts afresh and never reuses old streams.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits.contract import Contract, canonical
-from samebits.contract.sources import source_hash
+from samebits.contract.sources import module_file, source_hash
 from samebits.evidence import current
 from samebits.gates.streams import Stream
 from samebits.patching.workspace import Workspace
@@ -59,6 +59,7 @@ class Run:
                 "dependencies": self.dependencies,
                 "sources": {s["name"]: s["content_hash"] for s in current.sources(contract)},
                 "gates": source_hash([f"samebits.gates.{name}" for name in _PRODUCERS]),
+                "engines": source_hash(_engine_modules()),
                 "options": options,
             }
         )
@@ -85,6 +86,15 @@ class Run:
         unfinished.write_text(json.dumps({**facts, "_streams": sorted(done.streams)}))
         os.replace(unfinished, record)  # written last: its presence says that all streams are there
         return Stage(done.streams, facts)
+
+
+def _engine_modules() -> list[str]:
+    """What starts, feeds and refits the engines. No evidence names it, and it can move streams."""
+    found = ["samebits.faults"]
+    for package in ("samebits.engines", "samebits.weights"):
+        files = module_file(package).parent.glob("*.py")
+        found += sorted(f"{package}.{f.stem}" for f in files if f.stem != "__init__")
+    return found
 
 
 def clock(seconds: float) -> str:

@@ -130,7 +130,9 @@ class _Recorder:
                 elif name == "gemm.column" and args[2:] and args[2] is not None:
                     shown, seen = "gemm.bias", BIASED
                 with contextlib.suppress(FileNotFoundError):  # the driver has what it wants
-                    self._see(shown, seen, called, args, output, _constants(signature, args, kwargs))
+                    self._see(
+                        shown, seen, called, args, output, _constants(signature, args, kwargs)
+                    )
             finally:
                 self._inside = False
             return output

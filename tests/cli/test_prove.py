@@ -117,20 +117,37 @@ def test_exit_code_and_output_follow_the_verdict(
 ):
     outcome = _outcome(tmp_path, verdict)
     monkeypatch.chdir(tmp_path)  # paths are shown as this folder sees them
-    monkeypatch.setattr(prove, "prove", lambda case, quick, record: outcome)
+    shown_first = []
+
+    def proved(case, quick, record, listener):
+        listener.judged(outcome.statement, outcome.path)
+        shown_first.append(capsys.readouterr().out)
+        for report in outcome.differences:
+            listener.located(report)
+        return outcome
+
+    monkeypatch.setattr(prove, "prove", proved)
     monkeypatch.setattr(page, "write", lambda statement, stages, chip, path, found: path)
     assert cli.run(["prove", "toy"]) == code
-    shown = capsys.readouterr().out
+    shown = shown_first[0]  # before anything is traced
     assert "decode/prefill" in shown and "50 of 80" in shown and "evidence: evidence.json" in shown
+    shown += capsys.readouterr().out
+    assert shown.count("evidence: ") == 1
     assert f"in total: {int(verdict == 'DIFFERENT')} of 10 comparisons of a token" in shown
     assert all(word in shown for word in words)
     assert cli.run(["prove", "toy", "--json"]) == code
+    assert shown_first[1] == ""
     assert json.loads(capsys.readouterr().out) == outcome.statement.data
 
 
 def _noted(left: Side) -> DifferenceReport:
     """A difference that was not followed to a region; bits `-` stand for none that was seen."""
     return DifferenceReport(**{**vars(REPORT), "note": "not traced: x", "left": left})
+
+
+def _gone(note: str) -> DifferenceReport:
+    """A difference that the run saw, and that is not there when it is computed again."""
+    return DifferenceReport(**{**vars(REPORT), "note": note})
 
 
 @pytest.mark.parametrize(
@@ -140,6 +157,7 @@ def _noted(left: Side) -> DifferenceReport:
         ([REPORT], 1),
         ([_noted(REPORT.left)], 1),
         ([_noted(Side("rollout, decode", "-"))], 3),
+        *(([_gone(note)], 3) for note in locate.GONE),
     ],
 )
 def test_locate_says_which_pairs_differ(workspace, monkeypatch, capsys, reports, code):
@@ -152,7 +170,8 @@ def test_locate_says_which_pairs_differ(workspace, monkeypatch, capsys, reports,
 
     monkeypatch.setattr(locate, "one_sequence", one_sequence)
     assert cli.run(["prove", "qwen3-tiny", "--locate", "4"]) == code
-    assert f"sequence 4: {len(reports)} pairs of" in capsys.readouterr().out
+    differ = [report for report in reports if report.note not in locate.GONE]
+    assert f"sequence 4: {len(differ)} pairs of" in capsys.readouterr().out
     assert cli.run(["prove", "qwen3-tiny", "--locate", "4", "--json"]) == code
     assert len(json.loads(capsys.readouterr().out)) == len(reports)
     assert cli.run(["prove", "qwen3-tiny", "--locate", "4", "--pair", "decode/prefill"]) == code

@@ -2,6 +2,7 @@
 
 import json
 import types
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -100,6 +101,7 @@ class _FakeRun:
         case = "toy"
         platform = "cpu"
         engine: ClassVar[dict[str, int]] = {"max_model_len": 16}
+        evidence_path = Path("evidence.json")
 
     model = None
 
@@ -154,39 +156,106 @@ def computed(monkeypatch):
     return types.SimpleNamespace(found=found, started=started)
 
 
-def test_every_mismatching_comparison_gets_a_report(run, monkeypatch, computed):
+def test_the_first_comparison_of_a_leg_is_traced(run, computed):
     bad = _arm(1, TOKENS, flip=(0, 1, 2))
-    names = ("decode", "prefill", "packed", "packed-batch", "prefill-batch", "prefill-tp2")
-    computed.found.update(dict.fromkeys(names, GOOD) | {"padded": bad, "padded-tp2": bad})
+    computed.found.update(dict.fromkeys(("decode", "prefill", "prefill-batch"), GOOD))
+    computed.found["padded"] = bad
     computed.found["decode-mixed"] = _arm(3, TOKENS, flip=(1, 2, 1))
-    refitted = {"decode": _arm(3, TOKENS), "padded": _arm(1, TOKENS, flip=(1, 0, 0))}
-    subject = Subject(run, 2004, TOKENS)
-    monkeypatch.setattr(refit, "arms", lambda run, sequence: (subject, refitted))
     equal = _record("B", "decode/prefill") | {"first_difference": None, "mismatches": 0}
     records = [
+        _record("A", "decode-alone/decode-mixed", position=4),
         equal,
         _record("C", "trainer-padded/prefill"),
-        _record("C", "trainer-packed/prefill"),
-        _record("A", "decode-alone/decode-mixed"),
-        _record("D", "trainer-tp2/rollout-tp1"),
-        _record("D", "trainer-tp2/rollout-tp2"),
+        _record("C", "trainer-packed/prefill", position=2),
+        _record("D", "trainer-tp1/rollout-tp1"),
+        _record("D", "trainer-tp2/rollout-tp1", position=2),
         _record("E", pairs.REFITS, sequence=2004),
+        _record("F", "decode-rows/trainer-rows"),
     ]
-    padded, packed, a, d, both, e = locate.reports(run, records)
+    records[-1]["first_difference"] |= {"left": "1" * 32, "right": "2" * 32}
+    a, padded, packed, one, two, e, f = locate.reports(run, records)
     assert (padded.layer, padded.region, padded.element) == (0, "norm.rms", (1, 2))
     assert (padded.element_left.who, padded.element_right.who) == (
         "trainer, padded",
         "rollout, prefill",
     )
-    one = "repeat: samebits prove toy --locate 0 --pair"
-    assert f"{one} trainer-padded/prefill" in str(padded)
-    assert packed.note == reporting.AGREE and packed.region is None
+    assert "repeat: samebits prove toy --locate 0 --pair trainer-padded/prefill" in str(padded)
+    assert padded.agree == "1 of 4 tokens of the sequence: position 1"
+    assert "agree     1 of 4" in str(padded)
     assert (a.region, a.element, a.step) == ("attention", (2, 1), None)
     assert a.element_right.who == "rollout, decode, mixed"
-    assert d.element_left.who == "trainer, padded, tp2" and both.region == "norm.rms"
-    assert (e.step, e.layer, e.region, e.element) == (2, 0, "attention", (0, 0))
-    assert e.command == f"samebits prove toy --locate 2004 --pair {pairs.REFITS}"
+    same, before = "same first difference as leg C", "not traced: leg C, trainer-padded/prefill"
+    assert str(one.note).startswith(same) and str(f.note).startswith(same)
+    assert all(str(r.note).startswith(before) for r in (packed, two, e))
+    assert e.step == 2 and e.command == f"samebits prove toy --locate 2004 --pair {pairs.REFITS}"
+    assert {name for name, *_ in computed.started} == {
+        *("decode", "decode-mixed", "padded", "prefill"),
+    }
     assert len(computed.started) == len(set(computed.started))  # every arm once for all
+
+
+def test_a_leg_without_a_red_one_before_it_is_traced(run, monkeypatch, computed):
+    bad = _arm(1, TOKENS, flip=(0, 1, 2))
+    computed.found.update({"padded-tp2": bad} | dict.fromkeys(("prefill", "prefill-tp2"), GOOD))
+    refitted = {"decode": _arm(3, TOKENS), "padded": _arm(1, TOKENS, flip=(1, 0, 0))}
+    subject = Subject(run, 2004, TOKENS)
+    monkeypatch.setattr(refit, "arms", lambda run, sequence: (subject, refitted))
+    records = [
+        _record("D", "trainer-tp2/rollout-tp1"),
+        _record("D", "trainer-tp2/rollout-tp2"),
+        _record("E", pairs.REFITS, sequence=2004),
+    ]
+    d, both, e = locate.reports(run, records)
+    assert d.element_left.who == "trainer, padded, tp2" and d.region == "norm.rms"
+    assert both.region is None and "same first difference as leg D" in str(both.note)
+    assert (e.step, e.layer, e.region, e.element) == (2, 0, "attention", (0, 0))
+
+
+def test_reports_come_one_by_one(run, computed):
+    computed.found.update(dict.fromkeys(("decode", "prefill", "prefill-batch", "packed"), GOOD))
+    computed.found |= {"decode-mixed": GOOD, "packed-batch": GOOD}
+    records = [
+        _record("A", "decode-alone/decode-mixed"),
+        _record("C", "trainer-packed/prefill", position=2),
+    ]
+    found = locate.reports(run, records)
+    assert next(found).note == reporting.AGREE
+    assert {name for name, *_ in computed.started} == {"decode", "decode-mixed"}
+    assert next(found).note == reporting.AGREE
+
+
+def test_a_difference_that_is_gone_is_not_equal(run, monkeypatch, computed):
+    names = ("decode", "prefill", "padded", "packed", "decode-mixed", "prefill-batch")
+    computed.found.update(dict.fromkeys((*names, "padded-batch"), GOOD))
+    assert locate.one_sequence(run, 0) == []  # no run has said anything
+    records = [_record("B", "decode/prefill"), _record("C", "trainer-padded/prefill", sequence=5)]
+    statement = types.SimpleNamespace(predicate={"comparisons": records})
+    (run.folder / "evidence.json").write_text("{}")
+    monkeypatch.setattr(reporting.Statement, "load", lambda path: statement)
+    (whole,) = locate.one_sequence(run, 0)
+    (asked,) = locate.one_sequence(run, 0, "decode/prefill")
+    assert whole == asked and asked.note == reporting.AGREE and asked.left.bits == "bf800000"
+    (other,) = locate.one_sequence(run, 0, "trainer-padded/prefill")
+    assert other.note == reporting.ELSEWHERE and other.sequence == 5
+    assert {whole.note, other.note} < {*locate.GONE}
+    records[0]["first_difference"] = None
+    assert locate.one_sequence(run, 0, "decode/prefill") == []
+
+
+def test_a_sequence_that_only_the_cache_made_differ_is_said_to_be_stale(run, monkeypatch):
+    cached = _arm(3, TOKENS, flip=(0, 2, 1))
+    found = {"decode": _arm(3, TOKENS), "padded": GOOD, "padded-batch": GOOD}
+    found |= {"decode-batch": _arm(3, TOKENS), refit.AS_RUN: cached}
+    subject = Subject(run, 2000, TOKENS)
+    monkeypatch.setattr(refit, "arms", lambda run, sequence: (subject, found))
+    (report,) = locate.one_sequence(run, 2000, pairs.REFITS)
+    assert report.note == refit.STALE and refit.STALE in locate.GONE
+    assert report.left.bits != report.right.bits and report.position == 3
+    assert report.left.who == "rollout, decode, as run" and report.region is None
+    (told,) = locate.reports(run, [_record("E", pairs.REFITS, sequence=2000)])
+    assert told.note == refit.STALE
+    del found[refit.AS_RUN]  # no token of it was cached
+    assert locate.one_sequence(run, 2000, pairs.REFITS) == []
 
 
 def test_an_engine_that_fails_does_not_hide_the_difference(run, monkeypatch):
@@ -197,9 +266,9 @@ def test_an_engine_that_fails_does_not_hide_the_difference(run, monkeypatch):
         raise Refused("SB0512", seen="gone", required="a running engine", hint="samebits doctor")
 
     monkeypatch.setitem(arms._MAKERS, "decode", fails)
-    found = locate.reports(
-        run, [_record("B", "decode/prefill"), _record("F", "decode-rows/trainer-rows")]
-    )
+    records = [_record("A", "decode-alone/decode-mixed"), _record("B", "decode/prefill")]
+    records[1]["first_difference"]["position"] = 2
+    found = list(locate.reports(run, records))
     assert all("SB0512" in str(report.note) for report in found)
     assert found[0].left.bits == "bf800000" and calls == [0]
     with pytest.raises(Refused, match="SB0512"):  # asked for by hand, it is the answer
@@ -267,7 +336,7 @@ def test_a_sequence_that_the_rl_run_has_not_is_refused(run, monkeypatch, sequenc
 def test_reports_are_written_and_an_old_file_goes(tmp_path, run, computed):
     computed.found.update(dict.fromkeys(("prefill", "prefill-batch"), GOOD))
     path = tmp_path / "difference.json"
-    locate.write(locate.reports(run, [_record("A", "prefill-alone/prefill-batch")]), path)
+    locate.write(list(locate.reports(run, [_record("A", "prefill-alone/prefill-batch")])), path)
     assert json.loads(path.read_text())[0]["position"] == 3
     locate.write([], path)
     assert not path.exists()

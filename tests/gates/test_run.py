@@ -16,6 +16,7 @@ import pytest
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.errors import Refused
+from samebits.gates import run as runs
 from samebits.gates import stages
 from samebits.gates.prove import Size, locked_run
 from samebits.gates.run import Run, Stage
@@ -220,3 +221,22 @@ def test_changed_prompts_start_a_run_afresh(tmp_path):
         keys.add(made.folder.name)
         assert "prompts.jsonl" in made.dependencies
     assert len(keys) == 2
+
+
+def test_a_change_of_the_engines_starts_a_run_afresh(tmp_path, monkeypatch):
+    recipe = recipes.load("qwen3-tiny")
+    contract = Contract.load(recipe.contract_path)
+    monkeypatch.setattr(runs.current, "trees", lambda _: {})
+    monkeypatch.setattr(runs.Workspace, "find", lambda: types.SimpleNamespace(build=tmp_path))
+    hashed: list[str] = []
+
+    def source_hash(modules):
+        hashed.extend(modules)
+        return str(len(hashed))
+
+    monkeypatch.setattr(runs, "source_hash", source_hash)
+    folders = {Run(recipe, contract, tmp_path, {}).folder for _ in range(2)}
+    assert len(folders) == 2  # what was hashed is part of the name
+    engines = {"rollout", "rollout_server", "trainer", "trainer_worker"}
+    assert {f"samebits.engines.{name}" for name in engines} <= set(hashed)
+    assert {"samebits.weights.transport", "samebits.faults", "samebits.gates.rl"} <= set(hashed)

@@ -88,6 +88,7 @@ class Located:
     """Outcome for the pair of arms left and right; first and region are None where all was equal.
 
     note   why no region was reached
+    agree  positions whose log-probabilities agree, and how many were compared; with a `first`
     """
 
     left: str
@@ -95,6 +96,7 @@ class Located:
     first: FirstDifference | None
     region: RegionDifference | None
     note: str | None = None
+    agree: tuple[Sequence[int], int] = ((), 0)
 
     @property
     def differs(self) -> bool:
@@ -113,14 +115,15 @@ def pair(found: Found, left: str, right: str, position: int | None = None) -> Lo
     if other is not None:
         a, b = (Arm(_before(arm.stream, other), arm.calls) for arm in (a, b))
     first = compare(a.stream, b.stream).first
+    agree = _agreeing(a.stream, b.stream) if first else ((), 0)
     limit = first.position if first else position
     if other is not None:
         limit = min(other, limit or other)
     try:
         region = trace.first_difference(a.calls, b.calls, limit)
     except ValueError as error:
-        return Located(left, right, first, None, f"not traced: {error}")
-    return Located(left, right, first, region)
+        return Located(left, right, first, None, f"not traced: {error}", agree)
+    return Located(left, right, first, region, agree=agree)
 
 
 def search(found: Found, pairs: Pairs, position: int | None = None) -> Located:
@@ -140,6 +143,12 @@ def _other_token(a: Stream, b: Stream) -> int | None:
     _, i, j = np.intersect1d(left["position"], right["position"], return_indices=True)
     wrong = np.flatnonzero(left["token"][i] != right["token"][j])
     return int(left["position"][i][wrong[0]]) if wrong.size else None
+
+
+def _agreeing(a: Stream, b: Stream) -> tuple[Sequence[int], int]:
+    left, right = a.columns(), b.columns()
+    both, i, j = np.intersect1d(left["position"], right["position"], return_indices=True)
+    return both[left["bits"][i] == right["bits"][j]].tolist(), len(both)
 
 
 def _before(stream: Stream, position: int) -> Stream:

@@ -1,13 +1,14 @@
 """Arms of a sequence of the RL run: the weights that it was sampled with are made again.
 
 An aligned run repeats to the bit, so the steps before are run again, and both engines then hold the
-weights of the step when the sequence is computed.
+weights of the step when the sequence is computed. First it is sampled as the run did, beside the
+others and with whatever the run left in the prefix cache; then traced, with an empty one.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from samebits.engines.rollout import RolloutEngine
@@ -17,10 +18,22 @@ from samebits.errors import Refused
 from samebits.gates import rl
 from samebits.gates.locate.arms import Arm, Recording, Subject
 from samebits.gates.run import Run
+from samebits.gates.streams import FirstDifference, compare
+
+AS_RUN = "decode-as-run"
+STALE = "red in the run, equal with an empty cache: stale cached state (prefix cache after a refit)"
+
+
+def stale(found: Mapping[str, Arm]) -> FirstDifference | None:
+    """Where the sequence differs as the run sampled it, with tokens that its cache held."""
+    if AS_RUN not in found:
+        return None
+    return compare(found[AS_RUN].stream, found["padded-batch"].stream).first
 
 
 def arms(run: Run, sequence: int) -> tuple[Subject, dict[str, Arm]]:
-    """decode and padded of the sequence alone, decode-batch and padded-batch beside the others."""
+    """decode and padded of the sequence alone, decode-batch and padded-batch beside the others; and
+    the log-probabilities alone of decode-as-run, where the run's cache held tokens of it."""
     step, index = divmod(sequence, rl.STRIDE)
     if step < 1:
         raise _refused(run, sequence, "steps from 1")
@@ -64,6 +77,8 @@ def _arms(
         for path, trains in zip(live, (False, True), strict=True)
     )
     found = {}
+    if sampled[index].cached_tokens:
+        found[AS_RUN] = Arm(subject.decoded(request, sampled[index]), ())
     for name, batch, place in (("decode-batch", requests, index), ("decode", [request], 0)):
         engine.reset_prefix_cache()  # what is cached would not be computed, and not recorded
         with rollout.of(subject.tokens):
