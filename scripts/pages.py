@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from samebits import bench, cases, markdown, recipe
-from samebits.casework import steps
+from samebits.casework import ladder, steps
 from samebits.errors import NotObserved
 from samebits.patching import pins
 from samebits.patching.workspace import Workspace
@@ -147,6 +147,20 @@ def bench_table() -> str:
     return "\n\n".join(parts)
 
 
+def ladder_table() -> str:
+    """What each region costs and mends, for every case that has a ladder."""
+    parts = []
+    for name in recipe.known_cases():
+        case = recipe.load(name)
+        found = ladder.read(case)
+        if found is not None:
+            state = "; STALE" if ladder.stale(found, case) else ""
+            table = markdown.table(ladder.COLUMNS, ladder.rows(found))
+            head = f"`{found.command}`, {found.date}, on {found.chip}{state}:"
+            parts.append(f"{head}\n\n{table}\n\n{found.summary()}.")
+    return "\n\n".join(parts) or "Nothing recorded yet."
+
+
 def pin_table() -> str:
     workspace = Workspace.find()
     rows = []
@@ -165,9 +179,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "steps": step_table,
     "controls": control_table,
     "bench": bench_table,
+    "ladders": ladder_table,
     "pins": pin_table,
 }
-PAGES = {"README.md": ("cases", "steps", "controls", "bench", "pins")}
+PAGES = {"README.md": ("cases", "steps", "controls", "bench", "ladders", "pins")}
 
 
 def rendered(text: str, names: tuple[str, ...], page: str) -> str:

@@ -26,7 +26,8 @@ def one_case(monkeypatch, tmp_path):
     found = steps.Progress("toy", (*states, out), ())
     monkeypatch.setattr(steps, "progress", lambda name, local: found)
     monkeypatch.setattr(pages, "ROOT", tmp_path)
-    monkeypatch.setitem(pages.PARTS, "controls", lambda: "")
+    for part in ("controls", "ladders"):  # read from the folders of cases
+        monkeypatch.setitem(pages.PARTS, part, lambda: "")
     (tmp_path / "README.md").write_text(EMPTY)
     return tmp_path / "README.md"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from samebits import files, markdown
 from samebits.contract import Contract
-from samebits.errors import EXIT_DIFFERENT, EXIT_EQUAL, EXIT_NOT_OBSERVED
+from samebits.errors import EXIT_DIFFERENT, EXIT_EQUAL, EXIT_NOT_OBSERVED, SamebitsError
 from samebits.evidence import current
 
 if TYPE_CHECKING:
@@ -175,9 +175,12 @@ def read(recipe: Recipe) -> Ladder | None:
     return Ladder(**data, rungs=rungs)
 
 
-def stale(ladder: Ladder, recipe: Recipe, contract: Contract) -> list[str]:
+def stale(ladder: Ladder, recipe: Recipe) -> list[str]:
     """Names of what a ladder belongs to and that is no longer so; none when it speaks of this."""
-    now, then = depends(recipe, contract), ladder.depends
+    try:
+        now, then = depends(recipe, Contract.of(recipe)), ladder.depends
+    except SamebitsError as error:  # without a contract that fits there is nothing to speak of
+        return [f"contract ({error.error_id})"]
     changed = [name for name in ("recipe", "contract") if now[name] != then[name]]
     for kind, what in (("trees", "tree/"), ("sources", "")):
         names = {*now[kind], *then[kind]}

@@ -55,9 +55,12 @@ def show(
     """Show series, layouts and status of one case."""
     from samebits import recipe as recipes
     from samebits.cases import status
+    from samebits.casework import ladder
 
     recipe = recipes.load(case)
     found = status(recipe.case)
+    climbed = ladder.read(recipe)
+    changed = ladder.stale(climbed, recipe) if climbed else []
     record = {
         "case": recipe.case,
         "recipe": recipe.digest,
@@ -68,6 +71,7 @@ def show(
         "rollout_tp": list(recipe.rollout_tp),
         "legs": sorted(recipe.legs),
         "status": found.as_dict(),
+        "ladder": None if climbed is None else {"summary": climbed.summary(), "stale": changed},
     }
     if as_json:
         show_json(record)
@@ -85,6 +89,8 @@ def show(
         "mismatches": found.legs(),
         "stale": found.stale,
         "not shown": found.not_shown,
+        "ladder": [climbed.summary()] if climbed else [],
+        "ladder stale": changed,
         "reproduced": [f"by {found.reproductions} operators"] if found.reproductions else [],
     }
     show_table(
