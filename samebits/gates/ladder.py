@@ -42,6 +42,8 @@ from samebits.ops import registry
 STOCK = "stock"
 # Name of the rung of `registry.TOGETHER`.
 GDN = "gdn"
+# They are most of the work: what the others cost shows best beside them. Others in forward order.
+_FIRST = ("gemm.column", "gemm.bias", "gemm.row", "gemm.lm_head")
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Size:
 def rungs(architecture: str, order: Sequence[str] = ()) -> list[tuple[str, frozenset[str]]]:
     """(name, regions that are aligned) of every rung, from `stock` up.
 
-    order   rungs that come first; the others follow in forward order (`ops.registry`). SB0927 for
-            a name that is no rung of the model, or that is given twice
+    order   rungs that come first; of the others matrix products, and then the rest in forward
+            order (`ops.registry`). SB0927 for a name that is no rung of the model, or given twice
     """
     known: dict[str, set[str]] = {}
     for region in registry.regions_of(architecture):
@@ -89,7 +91,8 @@ def rungs(architecture: str, order: Sequence[str] = ()) -> list[tuple[str, froze
             hint="samebits explain SB0927",
         )
     found: list[tuple[str, frozenset[str]]] = [(STOCK, frozenset())]
-    for name in (*order, *(name for name in known if name not in order)):
+    products = (name for name in _FIRST if name in known)
+    for name in dict.fromkeys((*order, *products, *known)):
         found.append((name, found[-1][1] | known[name]))
     return found
 

@@ -44,10 +44,11 @@ def test_every_rung_adds_one_region_until_all_are_aligned():
             assert new == (set(registry.TOGETHER) if name == "gdn" else {name})
 
 
-def test_named_rungs_come_first_and_the_others_follow_in_forward_order():
+def test_named_rungs_come_first_then_products_and_the_others_in_forward_order():
     names = [name for name, _ in ladder.rungs("qwen3", ["logprob", "rope"])]
-    forward = [region for region in registry.DENSE if region not in ("logprob", "rope")]
-    assert names == ["stock", "logprob", "rope", *forward]
+    products = ["gemm.column", "gemm.row", "gemm.lm_head"]
+    rest = [region for region in registry.DENSE if region not in ("logprob", "rope", *products)]
+    assert names == ["stock", "logprob", "rope", *products, *rest]
 
 
 @pytest.mark.parametrize("order", [["rope", "rope"], ["gdn.core"], ["softmax"], [""]])
