@@ -9,6 +9,8 @@
 
 Ranks talk to each other over gloo and to the coordinator over a pipe. An exception of a rank is
 raised here with its id; a rank that ends or does not answer is SB0609 and takes the group with it.
+A rank that computes is waited for: of a slow chip, or of cores that others use, as long as it takes
+within `PATIENCE`.
 """
 
 from __future__ import annotations
@@ -36,6 +38,11 @@ from samebits.weights.transport import Manifest
 # After one rank has failed, the others may be waiting for it in a collective: seconds until they
 # are ended. A refusal that all ranks share arrives well within it.
 GRACE = 10.0
+# A call may take so many times its timeout while its ranks compute on a CPU. One that spins and
+# never ends computes too, so there is an end. Who waits for a GPU spins: its time says nothing.
+PATIENCE = {"cpu": 6, "sm90": 1}
+# Seconds of CPU time within a timeout from which on a rank computes: one core among three hundred.
+_COMPUTES = 1 / 300
 # Megatron warns about the last; none of them moves a bit of a forward pass.
 _QUIET = {
     "PYTHONWARNINGS": "ignore",
@@ -76,9 +83,10 @@ class TrainerProcess:
         trace         folder to record operators in while it exists (`samebits.trace`)
         python_paths  go first on the ranks' PYTHONPATH (`samebits.patching.python_paths(model)`)
         threads       per rank; default: this process's CPUs divided by `tp`
-        timeout       seconds that one call may take
+        timeout       seconds that one call may take while its ranks use no CPU time; PATIENCE
+                      times as many while they do
         """
-        self.tp, self.timeout = tp, timeout
+        self.tp, self.timeout, self._patience = tp, timeout, PATIENCE[platform]
         self._ranks: list[tuple[subprocess.Popen, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="samebits-trainer-")
         environment = _environment(python_paths, contract, arithmetic, fault, trace, platform)
@@ -185,11 +193,20 @@ class TrainerProcess:
     def _receive(self, method: str, timeout: float) -> list[tuple[str, Any]]:
         pending = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         answers: dict[int, tuple[str, Any]] = {}
-        deadline = time.monotonic() + timeout
+        begun = time.monotonic()
+        deadline, before = begun + timeout, 0.0
+        used = self._cpu_seconds()
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                break
+                before, used = used, self._cpu_seconds()
+                computes = used - before > _COMPUTES * timeout
+                ending = method == "stop" or any(kind == "error" for kind, _ in answers.values())
+                late = time.monotonic() - begun >= self._patience * timeout
+                if ending or late or not computes:
+                    break
+                deadline = time.monotonic() + timeout
+                continue
             for pipe in ready:
                 assert isinstance(pipe, Connection)  # `wait` is typed for sockets too
                 rank = pending.pop(pipe)
@@ -206,8 +223,22 @@ class TrainerProcess:
             self._end()
             if failed:
                 raise failed[0]
-            raise _gone(f"no answer to {method} from ranks {ranks}", f"one within {timeout:.0f} s")
+            waited = time.monotonic() - begun
+            raise _gone(
+                f"no answer to {method} from ranks {ranks} in {waited:.0f} s: too slow, or dead; "
+                f"{used - before:.1f} s of CPU time in the last {timeout:.0f}",
+                f"one within {self._patience * timeout:.0f} s, and CPU time in every {timeout:.0f}",
+            )
         return [answers[rank] for rank in sorted(answers)]
+
+    def _cpu_seconds(self) -> float:
+        """CPU time of all ranks so far, in seconds; one that has ended counts nothing."""
+        ticks = 0
+        for process, _ in self._ranks:
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])  # utime, stime
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def _ended(self, rank: int, method: str) -> Refused:
         process = self._ranks[rank][0]

@@ -18,6 +18,7 @@ from typing import Any
 
 from samebits.contract import Contract, canonical
 from samebits.contract.sources import module_file, source_hash
+from samebits.errors import SamebitsError
 from samebits.evidence import current
 from samebits.gates.streams import Stream
 from samebits.patching.workspace import Workspace
@@ -78,7 +79,12 @@ class Run:
             return Stage(loaded, facts)
         started = time.monotonic()
         say(f"{name} ...")
-        done = work()
+        try:
+            done = work()
+        except SamebitsError as error:
+            took = clock(time.monotonic() - started)
+            say(f"{name}: ended by {error.error_id} after {took}; finished stages are kept")
+            raise
         for stream, content in done.streams.items():
             content.save(self.folder / f"{name}.{stream}.npz")
         facts = {**done.facts, "seconds": round(time.monotonic() - started, 1)}

@@ -55,13 +55,15 @@ def test_a_stage_without_its_record_runs_again(run):
     assert calls == ["ran", "ran"]
 
 
-def test_a_failed_stage_leaves_no_record(run):
+def test_a_failed_stage_leaves_no_record_and_is_named(run, capsys):
     def fail() -> Stage:
         raise Refused("SB0512", seen="gone", required="an engine", hint="samebits doctor")
 
     with pytest.raises(Refused):
         run.stage("one", fail)
     assert list(run.folder.iterdir()) == []
+    said = capsys.readouterr().err
+    assert "one: ended by SB0512" in said and "finished stages are kept" in said
 
 
 def test_two_runs_of_one_case_are_refused(tmp_path, monkeypatch):
