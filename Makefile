@@ -25,8 +25,8 @@ bundle: setup ## pack everything for a GPU host without a network, in parts, int
 demo: setup ## prove the case smollm2-135m end to end on this CPU
 	@$(BIN)/samebits prove $(CASE)
 
-prove: setup ## prove CASE and record its evidence in cases/CASE/evidence
-	@$(BIN)/samebits prove $(CASE) --record
+prove: setup ## prove CASE, record its evidence in cases/CASE/evidence, and write README.md from it
+	@$(BIN)/samebits prove $(CASE) --record; code=$$?; $(BIN)/python scripts/pages.py; exit $$code
 
 verify: setup ## recompute the verdict of CASE from its recorded evidence
 	@$(BIN)/samebits verify $(CASE)

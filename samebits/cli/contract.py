@@ -189,7 +189,11 @@ def diff(
     else:
         other, _ = _load(right)
     rows = [{"field": f, "left": a, "right": b} for f, a, b in differences(one.data, other.data)]
-    _print(rows, as_json, lambda row: f"{row['field']}\n  - {row['left']}\n  + {row['right']}")
+    _print(
+        rows,
+        as_json,
+        lambda row: f"{one.case}: {row['field']}\n  - {row['left']}\n  + {row['right']}",
+    )
     if rows:
         raise typer.Exit(EXIT_DIFFERENT)
 

@@ -159,12 +159,20 @@ def build(
             "platforms": platforms,
         }
     )
+    return with_proofs(contract, recipe)
+
+
+def with_proofs(contract: Contract, recipe: recipes.Recipe) -> Contract:
+    """The contract with each topology claim naming the recorded evidence that proves it, or none.
+
+    Its identity stays: evidence that is fresh for a contract is so for the one that names it.
+    """
     claims = dict(contract.data["claims"])
     proofs = proofs_of(contract, recipe)
     claims["topology"] = {
         axis: claim | {"evidence": proofs[axis]} for axis, claim in claims["topology"].items()
     }
-    return seal(dict(contract.data) | {"claims": claims})
+    return seal(dict(contract.data) | {"claims": claims}, contract.path)
 
 
 def _check_recorded(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from samebits import evidence, faults, files, runtime
 from samebits import recipe as recipes
-from samebits.contract import Contract
+from samebits.contract import Contract, build
 from samebits.contract.platform import describe, require
-from samebits.errors import Refused
+from samebits.errors import Refused, shown
 from samebits.evidence import DifferenceReport, required, rows
 from samebits.evidence.pairs import of_layouts
 from samebits.evidence.statement import Statement
@@ -211,7 +211,15 @@ def _prove(
         differences.append(report)
         locate.write(differences, beside)
         listener.located(report)
+    if record:
+        _name_evidence(run)
     return Outcome(statement, path, done, run, differences)
+
+
+def _name_evidence(run: Run) -> None:
+    """Let the contract name the evidence that proves it, as `samebits contract build` would."""
+    if build.write(build.with_proofs(run.contract, run.recipe), run.recipe.contract_path):
+        say(f"{shown(run.recipe.contract_path)}: names the evidence that proves it")
 
 
 def state(run: Run, done: Mapping[str, Stage], *, quick: bool, started: str) -> Statement:

@@ -74,6 +74,8 @@ def test_diff_exits_1_and_names_the_fields(case, tmp_path):
     assert result.exit_code == 1
     fields = [row["field"] for row in json.loads(result.stdout)]
     assert "composition.gemm.row.constants.leaves" in fields
+    told = run.invoke(app, ["diff", str(case), str(other)]).stdout
+    assert "qwen3-tiny: composition.gemm.row.constants.leaves\n  - 2\n  + 4" in told
 
 
 def test_an_unreadable_old_contract_is_replaced_and_said_so(case):
