@@ -9,6 +9,7 @@ from samebits import cli
 from samebits import recipe as recipes
 from samebits.casework import layouts, memory
 from samebits.contract.build import build
+from samebits.gates.prove import Size
 
 
 def new(*args: str) -> int:
@@ -44,6 +45,22 @@ def test_published_dimensions_with_few_layers(checkout, published, capsys):
     assert (recipe.folder / "config.json").read_bytes() == path.read_bytes()
     text = recipe.path.read_text()
     assert 'rms_norm_eps: "1e-05"' in text and "# Leg D compares" in text
+
+
+@pytest.mark.parametrize("model", [None, "hybrid"])
+def test_the_slow_control_of_a_recorded_run_is_as_short_as_that_of_a_quick_one(
+    checkout, published, request, model
+):
+    base = {} if model is None else {"base": request.getfixturevalue(model)}
+    assert new("fresh", "--config", str(published(**base))) == 0
+    recipe = recipes.load("fresh")
+    record, quick = (Size.of(recipe, quick=quick, record=not quick) for quick in (False, True))
+    assert (record.stock_rl_steps, record.stock_rl_prompts) == (2, 1)
+    assert (quick.stock_rl_steps, quick.stock_rl_prompts) == (2, 1)
+    assert record.control_requests >= quick.control_requests
+    assert record.control_prompt >= quick.control_prompt
+    # A control is read on CONTROL_TOKENS or more; leg O compares what the controls scored.
+    assert record.control_requests * record.control_response >= recipe.legs["O"].tokens
 
 
 def test_layers_and_series_can_be_chosen(checkout, published):

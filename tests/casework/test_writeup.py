@@ -26,6 +26,10 @@ def test_whole_pages_have_no_problem(toy):
         ("broke.md", "test_gemm.py", "test_absent.py", "no file"),
         ("broke.md", "## gemm: rows", "gemm: rows", "no section"),
         ("broke.md", "a hook", "<patch or hook>", "placeholder"),
+        ("recipe.md", "a core", "MEMORY, MINUTES", "2 placeholders left, first MEMORY"),
+        ("recipe.md", "- Much", "```\nLASTLINES\n```\n\n- Much", "first LASTLINES"),
+        ("recipe.md", "Much.", "TODO", "first TODO"),
+        ("broke.md", "order.", "WHY.", "first WHY"),
     ],
 )
 def test_what_is_missing_is_said(toy, page, old, new, seen):
@@ -35,6 +39,18 @@ def test_what_is_missing_is_said(toy, page, old, new, seen):
     assert old in text
     path.write_text(text.replace(old, new))
     assert seen in " ".join(writeup.problems(toy.recipe))
+
+
+def test_words_of_the_field_are_no_placeholders(toy):
+    toy.write_up()
+    page = toy.folder / "recipe.md"
+    words = (
+        "CUDA, README, NCCL, AVX2, EQUAL, NOT_OBSERVED, SB0609 and `TMPDIR`; X86_64, TP, RL, GPU."
+    )
+    command = "OMP_NUM_THREADS=2 samebits prove toy --record"
+    text = page.read_text().replace("Much.", words).replace("samebits prove toy", command)
+    page.write_text(text)
+    assert writeup.problems(toy.recipe) == []
 
 
 def test_a_case_without_news_links_to_the_one_that_had_them(toy):
