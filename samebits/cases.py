@@ -18,6 +18,7 @@ class Status:
     not_shown    what the evidence itself says it does not cover
     reproductions   operators whose second run of this evidence holds
     platform     what the case computes on: `cpu` or `sm90`
+    scope        what the verdict is less than (`Recipe.scope`)
     """
 
     case: str
@@ -29,6 +30,11 @@ class Status:
     date: str | None
     reproductions: int = 0
     platform: str = "cpu"
+    scope: str = ""
+
+    def judged(self) -> str:
+        """The verdict and the scope that it holds in."""
+        return recipes.qualified(self.verdict, self.scope)
 
     def legs(self) -> list[str]:
         """One text per leg: `A 0 of 1,320`."""
@@ -67,6 +73,7 @@ def status(case: str) -> Status:
         date=predicate["environment"]["happenstance"]["finished"][:10],
         reproductions=result.reproductions,
         platform=platform,
+        scope=result.scope,
     )
 
 

@@ -19,6 +19,8 @@ from samebits.contract import canonical
 from samebits.errors import Refused
 
 PUBLISHED = "config.json"  # in a case's folder: the configuration of the model as published
+# What a case can claim: the legs, and an RL run.
+LEGS = (*"ABCDEFO", "rl")
 _DECIMAL_FIELDS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
 
 
@@ -99,16 +101,17 @@ class Recipe:
         return self.data["model"]["config"]
 
     @property
-    def left_out(self) -> tuple[str, ...]:
-        """What the case leaves out of the model whose published configuration lies beside it.
+    def published_layers(self) -> int | None:
+        """Layers of the model whose published configuration lies beside the recipe; None without
+        one.
 
         SB0920 where that says no number of layers.
         """
         path = self.folder / PUBLISHED
         if not path.is_file():
-            return ()
+            return None
         try:
-            layers = int(json.loads(path.read_text())["num_hidden_layers"])
+            return int(json.loads(path.read_text())["num_hidden_layers"])
         except (ValueError, KeyError, TypeError) as problem:
             raise Refused(
                 "SB0920",
@@ -116,8 +119,28 @@ class Recipe:
                 required="the config.json of a model on the Hugging Face hub, whole",
                 hint="samebits explain SB0920",
             ) from None
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the case leaves out of its published model; SB0920 as of `published_layers`."""
+        layers = self.published_layers or 0
         fewer = layers - self.config["num_hidden_layers"]
         return (f"{fewer} of {layers} layers",) if fewer > 0 else ()
+
+    @property
+    def scope(self) -> str:
+        """What a verdict of this case is less than, in a few words; empty where it is nothing.
+
+        As `proxy: 2 of 28 layers, drawn weights; not claimed: D, E, rl`.
+        """
+        layers = self.published_layers or 0
+        mine = self.config["num_hidden_layers"]
+        drawn = ["drawn weights"] if self.source["kind"] == "counter-hash" else []
+        model = [f"proxy: {mine} of {layers} layers", *drawn] if mine < layers else drawn
+        claimed = {*self.data["legs"], *(["rl"] if self.rl else [])}
+        silent = [leg for leg in LEGS if leg not in claimed]
+        legs = [f"not claimed: {', '.join(silent)}"] if silent else []
+        return "; ".join([*filter(None, [", ".join(model)]), *legs])
 
     @property
     def series(self) -> Mapping[str, str]:
@@ -195,6 +218,11 @@ class Recipe:
             if name in values:
                 values[name] = float(values[name])
         return values
+
+
+def qualified(verdict: str, scope: str) -> str:
+    """A verdict with the `Recipe.scope` that it holds in: `EQUAL (not claimed: D)`."""
+    return f"{verdict} ({scope})" if scope else verdict
 
 
 def schema() -> dict[str, Any]:

@@ -44,7 +44,7 @@ def case_table() -> str:
             [
                 f"[{status.case}](cases/{status.case}/recipe.md)",
                 status.platform,
-                status.verdict,
+                status.judged(),
                 ", ".join(status.legs()) or "-",
                 "; ".join(status.not_shown) or "-",
                 status.date or "-",

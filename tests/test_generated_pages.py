@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pages
 import pytest
@@ -11,6 +12,7 @@ from samebits import cases, recipe
 from samebits.casework import steps
 
 STATUS = cases.Status("toy", "EQUAL", {"B": 12}, {"B": 0}, [], ["CUDA"], "2025-01-01", 2)
+STATUS = replace(STATUS, scope="not claimed: D")
 EMPTY = "".join(f"<!-- {name}: generated -->\nold\n<!-- end -->\n" for name in pages.PARTS)
 
 
@@ -40,6 +42,7 @@ def run(monkeypatch, *args: str) -> int:
 def test_reproductions_are_counted_in_the_case_table(one_case):
     header, _, row, *_ = pages.case_table().splitlines()
     assert header.endswith("| reproduced |") and row.endswith("| 2 |")
+    assert "| EQUAL (not claimed: D) |" in row
 
 
 def test_every_step_is_shown_with_what_was_left_out(one_case):

@@ -16,7 +16,7 @@ from typing import Any
 from samebits import evidence
 from samebits import recipe as recipes
 from samebits.casework import inventory, layouts, ledger, published, writeup
-from samebits.contract import Contract
+from samebits.contract import Contract, build
 from samebits.errors import (
     EXIT_DIFFERENT,
     EXIT_EQUAL,
@@ -188,7 +188,19 @@ def _contract(case: Case) -> Found:
     changed = current.changed_sources(current.bound_sources(contract))
     if changed:
         return Found(STALE, f"{', '.join(changed)} changed since the contract was built")
+    if _names_other_evidence(contract, case.recipe):
+        return Found(OPEN, "contract.json names other evidence than what proves it now")
     return Found(DONE, f"{len(contract.regions)} regions bound, identity {contract.identity[:12]}")
+
+
+def _names_other_evidence(contract: Contract, recipe: Recipe) -> bool:
+    """Whether `samebits contract diff` would list the evidence of a claim."""
+    try:
+        proofs = build.proofs_of(contract, recipe)
+    except SamebitsError:
+        return False  # no evidence: its legs say so
+    topology = contract.data["claims"]["topology"]
+    return any(topology[axis]["evidence"] != proof for axis, proof in proofs.items())
 
 
 def _semantics(case: Case) -> Found:
@@ -529,16 +541,29 @@ class State:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a case stands."""
+    """Where a case stands; `scope` as of its recipe."""
 
     case: str
     states: tuple[State, ...]
     notes: tuple[Mapping[str, str], ...]
+    scope: str = ""
 
     @property
     def settled(self) -> int:
         """Steps that are done or out of scope."""
         return sum(state.state in SETTLED for state in self.states)
+
+    @property
+    def out_of_scope(self) -> int:
+        """Steps whose proof the case leaves out: settled, and nothing shown."""
+        return sum(state.state == OUT for state in self.states)
+
+    def summary(self) -> str:
+        """One line: steps settled, how many of them out of scope, and the scope of the case."""
+        text = f"{self.case}: {self.settled} of {len(self.states)} steps settled"
+        if self.out_of_scope:
+            text += f", {self.out_of_scope} of them out of scope"
+        return recipes.qualified(text, self.scope)
 
     @property
     def next(self) -> State | None:
@@ -565,6 +590,8 @@ class Progress:
             "case": self.case,
             "settled": self.settled,
             "of": len(self.states),
+            "out_of_scope": self.out_of_scope,
+            "scope": self.scope,
             "next": following and {"step": following.step, "command": following.command},
             "steps": [asdict(state) for state in self.states],
             "notes": [dict(note) for note in self.notes],
@@ -589,7 +616,8 @@ def progress(case: str, *, local: bool = True) -> Progress:
             step.leaves,
             step.after,
         )
-    return Progress(looked.name, tuple(states.values()), tuple(book["notes"]))
+    notes = tuple(book["notes"])
+    return Progress(looked.name, tuple(states.values()), notes, looked.recipe.scope)
 
 
 def _decided(step: Step, case: Case, decision: Mapping[str, str] | None, waits: list[str]) -> Found:
@@ -597,6 +625,8 @@ def _decided(step: Step, case: Case, decision: Mapping[str, str] | None, waits: 
     if decision is not None and decision["decision"] == OUT:
         refuse_claimed(case.recipe, step.name)
     found = step.find(case)
+    if decision is not None and decision["decision"] == found.state:
+        found = Found(found.state, f"{decision['reason']} ({decision['date']})")
     if found.state in AGAINST or (found.state in SETTLED and not waits):
         return found
     if decision is not None:

@@ -32,7 +32,7 @@ def list_cases(
         (
             status.case,
             status.platform,
-            status.verdict,
+            status.judged(),
             "\n".join(status.legs()) or "-",
             status.date or "-",
             _first(status.stale),
@@ -85,7 +85,7 @@ def show(
         "trainer TP": [", ".join(map(str, recipe.trainer_tp))],
         "rollout TP": [", ".join(map(str, recipe.rollout_tp))],
         "legs": [", ".join(sorted(recipe.legs))],
-        "verdict": [f"{found.verdict}, {found.date}" if found.date else found.verdict],
+        "verdict": [f"{found.judged()}, {found.date}" if found.date else found.verdict],
         "mismatches": found.legs(),
         "stale": found.stale,
         "not shown": found.not_shown,
@@ -168,7 +168,7 @@ def show_status(
     show_table(("step", "state", "", "why"), rows)
     for note in found.notes:
         print(f"note, {note['date']}: {note['text']}")
-    print(f"\n{found.case}: {found.settled} of {len(found.states)} steps settled")
+    print(f"\n{found.summary()}")
     following = found.next
     if following is not None:
         print(f"next: {following.command}  # {following.step}: {following.passes}")
@@ -196,6 +196,8 @@ def _all_progress(as_json: bool) -> None:
             continue
         following = row["next"] or {"step": "-", "command": "-"}
         settled = f"{row['settled']} of {row['of']}"
+        if row["out_of_scope"]:
+            settled += f", {row['out_of_scope']} out of scope"
         cells.append((row["case"], settled, following["step"], following["command"]))
     show_table(("case", "settled", "next step", "command"), cells)
 

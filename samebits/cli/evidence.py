@@ -69,6 +69,8 @@ def _count(row: dict[str, Any]) -> str:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
+    from samebits.recipe import qualified
+
     lines = [f"{'leg':<5}{'verdict':<14}{'tokens':>10}{'mismatches':>12}"]
     for leg, row in report["legs"].items():
         mismatches = "oracle" if leg == "O" else f"{row['mismatches']:,}"
@@ -77,7 +79,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
     lines += [f"  stale: {reason}" for reason in report["stale"]]
     by = report["reproductions"]
     lines.append(f"  reproduced by {by} operators" if by else "  not reproduced by anybody")
-    return [*lines, "", f"{report['case']}: {report['status']}"]
+    return [*lines, "", f"{report['case']}: {qualified(report['status'], report['scope'])}"]
 
 
 @app.command()

@@ -18,7 +18,11 @@ def prove(
         bool, typer.Option("--quick", help="Fewer tokens and RL steps; cannot be recorded.")
     ] = False,
     record: Annotated[
-        bool, typer.Option("--record", help="Write evidence and report to the case folder.")
+        bool,
+        typer.Option(
+            "--record",
+            help="Write evidence and report to the case folder, name it in the contract.",
+        ),
     ] = False,
     locate: Annotated[
         int | None,
@@ -95,19 +99,22 @@ def prove(
     listener = Listener() if as_json else Listener(_judged, _located)
     outcome = run(case, quick=quick, record=record, listener=listener)
     statement = outcome.statement
-    chip = env.chip()
+    chip, scope = env.chip(), outcome.run.recipe.scope
     html = page.write(
         statement,
         outcome.stages,
         chip,
         outcome.path.with_name("report.html"),
         outcome.differences,
+        scope,
     )
     if as_json:
         show_json(statement.data)
     else:
         print(f"report:   {shown(html)}")
-        print(page.sentence(statement))
+        if record:
+            print("next:     .venv/bin/python scripts/pages.py  # README.md from evidence")
+        print(page.sentence(statement, scope))
     raise typer.Exit({"EQUAL": 0, "DIFFERENT": 1, "NOT_OBSERVED": 3}[statement.verdict])
 
 

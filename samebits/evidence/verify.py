@@ -27,6 +27,7 @@ class Result:
     """Outcome of `verify`: recomputed judgement, and what changed since the run.
 
     reproductions   operators whose second run of this evidence holds; 0 for a file elsewhere
+    scope           what the verdict is less than (`Recipe.scope`)
     """
 
     path: Path
@@ -35,6 +36,7 @@ class Result:
     legs: dict[str, Judgement]
     stale: tuple[str, ...]
     reproductions: int = 0
+    scope: str = ""
 
     @property
     def status(self) -> str:
@@ -67,6 +69,7 @@ class Result:
             "statement": self.statement.digest,
             "status": self.status,
             "verdict": self.judgement.verdict,
+            "scope": self.scope,
             "reasons": list(self.judgement.reasons),
             "stale": list(self.stale),
             "reproduced": self.reproductions > 0,
@@ -221,4 +224,5 @@ def verify(target: str | Path) -> Result:
         legs=judge_legs(predicate),
         stale=tuple(stale_reasons(statement, recipe)),
         reproductions=reproduction.count(recipe) if recorded else 0,
+        scope=recipe.scope,
     )

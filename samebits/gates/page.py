@@ -14,6 +14,7 @@ from samebits.evidence.statement import Statement
 from samebits.evidence.verdict import diverged, judge
 from samebits.gates.run import Stage
 from samebits.gates.streams import Stream
+from samebits.recipe import qualified
 
 _SENTENCES = {
     "EQUAL": "every compared log-probability has one bit pattern on both sides",
@@ -22,8 +23,8 @@ _SENTENCES = {
 }
 
 
-def sentence(statement: Statement) -> str:
-    """One sentence: verdict, mismatches leg by leg (never summed), what the controls did."""
+def sentence(statement: Statement, scope: str) -> str:
+    """One sentence: verdict and `Recipe.scope`, mismatches of each leg, what the controls did."""
     rows = [*statement.predicate["comparisons"]]
     legs: dict[str, list[int]] = {}
     for row in rows:
@@ -34,7 +35,7 @@ def sentence(statement: Statement) -> str:
     controls = [row["control"] for row in rows if row["control"]]
     seen = sum(diverged(control) for control in controls)
     return (
-        f"{statement.case}: {statement.verdict}; mismatches per leg: {counts}; "
+        f"{statement.case}: {qualified(statement.verdict, scope)}; mismatches per leg: {counts}; "
         f"{seen} of {len(controls)} negative controls diverged"
     )
 
@@ -152,7 +153,10 @@ def in_total(predicate: Mapping[str, Any]) -> str:
     arms = [arm for arm in rl_arms(predicate) if arm["arm"] == "aligned"]
     rows = [row for row in predicate["comparisons"] if row["leg"] != "E" or not arms] + arms
     tokens, wrong = (sum(row[count] for row in rows) for count in ("tokens", "mismatches"))
-    return f"in total: {wrong:,} of {tokens:,} comparisons of a token differ, over all legs and RL"
+    return (
+        f"in total: {wrong:,} of {tokens:,} comparisons of a token differ, over all legs and RL "
+        "(comparisons, not tokens: what two legs compare counts twice)"
+    )
 
 
 def _differences(rollout: Stream, trainer: Stream) -> list[float]:
@@ -197,8 +201,9 @@ def render(
     done: Mapping[str, Stage],
     chip: str,
     differences: Sequence[DifferenceReport] = (),
+    scope: str = "",
 ) -> str:
-    """HTML of a run."""
+    """HTML of a run; `scope` as of its recipe."""
     predicate = statement.predicate
     steps = predicate["rl"]
     rows = []
@@ -211,6 +216,7 @@ def render(
         {
             "case": statement.case,
             "verdict": statement.verdict,
+            "qualified": qualified(statement.verdict, scope),
             "sentence": _SENTENCES[statement.verdict],
             "reasons": judge(predicate).reasons,
             "started": happened["started"],
@@ -237,7 +243,8 @@ def write(
     chip: str,
     path: Path,
     differences: Sequence[DifferenceReport] = (),
+    scope: str = "",
 ) -> Path:
     """Write `report.html` atomically and return its path."""
-    files.write_atomic(path, render(statement, done, chip, differences).encode())
+    files.write_atomic(path, render(statement, done, chip, differences, scope).encode())
     return path

@@ -13,7 +13,7 @@ from platforms import INTENT
 from samebits import cli, evidence
 from samebits import recipe as recipes
 from samebits.contract import Contract
-from samebits.contract.build import build, write
+from samebits.contract.build import build, with_proofs, write
 from samebits.evidence import pairs, required
 from samebits.evidence import rows as written
 from samebits.gates import capsule, semantic
@@ -301,6 +301,15 @@ class Toy:
 
     def record(self, changed: dict | None = None, **fields) -> None:
         evidence.write(self.statement(changed, **fields), self.recipe.evidence_path)
+        self.name_evidence()
+
+    def name_evidence(self) -> None:
+        write(with_proofs(Contract.of(self.recipe), self.recipe), self.recipe.contract_path)
+
+    def differs(self) -> bool:
+        """Whether the contract is another than `contract build` would write now."""
+        contract = Contract.of(self.recipe)
+        return build(self.recipe, self.operators, contract).raw != contract.raw
 
     def bench(self) -> None:
         row = {"ours": 1.0, "unit": "ms/token", "against": {"name": "stock", "time": 2.0}}

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from samebits import cli, evidence
 from samebits.casework import steps
+from samebits.contract import Contract
+from samebits.gates import prove
 
 LEGS = {"leg-a": "A", "leg-b": "B", "leg-c": "C", "topology": "D", "rows": "F", "refit": "E"}
 
@@ -69,7 +72,33 @@ def test_everything_there_is_done(whole, capsys):
     assert set(found["states"].values()) == {"done"} and found["next"] is None
     assert found["settled"] == found["of"] == len(steps.STEPS)
     assert cli.run(["case", "status", "toy"]) == 0
-    assert "17 of 17 steps settled" in capsys.readouterr().out
+    assert "17 of 17 steps settled (drawn weights)" in capsys.readouterr().out
+
+
+def test_a_contract_that_does_not_name_its_evidence_is_not_settled(whole, capsys):
+    whole.contract()  # names it, as `contract build` does
+    recorded = whole.recipe.contract_path.read_bytes()
+    assert status(capsys, 0)["next"] is None
+    evidence.write(whole.statement(), whole.recipe.evidence_path)
+    whole.recipe.contract_path.write_bytes(recorded)  # names what was superseded
+    assert whole.differs()
+    found = status(capsys, 3)
+    assert found["next"] == {"step": "contract", "command": "samebits contract build toy"}
+    whole.name_evidence()
+    assert not whole.differs() and status(capsys, 0)["next"] is None
+
+
+@pytest.mark.parametrize(("changed", "named"), [({}, True), ({"A": {"tokens": 40}}, False)])
+def test_a_recorded_run_names_its_evidence_in_the_contract(toy, changed, named):
+    contract = toy.contract()
+    statement = evidence.write(toy.statement(changed), toy.recipe.evidence_path)
+    assert toy.differs() == named
+    prove._name_evidence(SimpleNamespace(contract=contract, recipe=toy.recipe))  # type: ignore[arg-type]
+    topology = Contract.of(toy.recipe).data["claims"]["topology"]
+    proofs = {claim["evidence"] for claim in topology.values()}
+    assert proofs == {statement.digest if named else None} and not toy.differs()
+    result = evidence.verify("toy")
+    assert not result.stale and (result.status == "EQUAL") == named
 
 
 @pytest.mark.parametrize(("step", "leg"), LEGS.items())
@@ -91,7 +120,7 @@ def test_a_difference_is_red_whatever_the_ledger_says(whole, capsys, step, leg):
         ({"A": {"tokens": 40}}, "leg-a"),
         ({"B": {"control": evidence.control("stock", 100, 0, 0.0)}}, "baseline"),
         ({"B": {"control": evidence.control("stock", 10, 9, 0.5)}}, "baseline"),
-        ({"F": {"control": evidence.control("stock", 200, 0)}}, "baseline"),
+        ({"F": {"control": evidence.control("stock", 300, 0)}}, "baseline"),
     ],
 )
 def test_too_little_is_not_observed(whole, capsys, changed, step):
@@ -183,6 +212,13 @@ def test_a_case_on_one_rank_has_no_topology_to_show(whole, capsys):
     whole.record()
     found = status(capsys, 0)
     assert found["states"]["topology"] == "out-of-scope"
+    decision = ["topology", "out-of-scope", "--reason", "nobody ran it"]
+    assert cli.run(["case", "decide", "toy", *decision]) == 0
+    assert any("nobody ran it" in row["why"] for row in status(capsys, 0)["steps"])
+    assert cli.run(["case", "status", "toy"]) == 0
+    shown = capsys.readouterr().out
+    assert "17 of 17 steps settled, 1 of them out of scope" in shown
+    assert shown.endswith("(drawn weights; not claimed: D)\n")
 
 
 def test_a_leg_that_is_not_asked_for_has_to_be_decided(whole, capsys):
@@ -199,6 +235,8 @@ def test_a_leg_that_is_not_asked_for_has_to_be_decided(whole, capsys):
 
 def test_what_is_blocked_stops_what_follows(whole, capsys):
     shutil.rmtree(whole.folder / "evidence")
+    assert status(capsys, 3)["next"]["step"] == "contract"  # which names what is gone
+    whole.contract()
     toy_run = whole.root / "build/runs/toy/0123/evidence.json"
     evidence.write(whole.statement(), toy_run)
     assert cli.run(["case", "decide", "toy", "leg-c", "blocked", "--reason", "a bug upstream"]) == 0

@@ -1,6 +1,7 @@
 """`samebits case`: the status that is shown is what the evidence says now."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ FIELDS = {"seen": "a", "required": "b", "hint": "samebits case list"}
 STATUS = cases.Status(
     "toy", "STALE", {"B": 1200, "C": 800}, {"B": 0, "C": 2}, ["recipe"], ["CUDA"], "2025-01-01"
 )
+NARROW = replace(STATUS, verdict="EQUAL", stale=[], scope="drawn weights; not claimed: D")
 
 
 def test_list_shows_every_case_with_the_status_of_its_evidence(monkeypatch, capsys):
@@ -24,6 +26,15 @@ def test_list_shows_every_case_with_the_status_of_its_evidence(monkeypatch, caps
     assert row["verdict"] == "STALE" and row["legs"] == ["B", "C"]
     assert row["tokens"] == {"B": 1200, "C": 800} and row["mismatches"]["C"] == 2
     assert row["stale"] == ["recipe"] and row["not_shown"] == ["CUDA"]
+
+
+def test_a_verdict_is_shown_with_what_it_is_less_than(monkeypatch, capsys):
+    monkeypatch.setattr(cases, "all_statuses", lambda: [NARROW])
+    monkeypatch.setattr(cases, "status", lambda case: NARROW)
+    for verb in (["list"], ["show", "qwen3-tiny"]):
+        assert cli.run(["case", *verb]) == 0
+        shown = capsys.readouterr().out
+        assert "EQUAL (drawn weights; not claimed: D)" in shown
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def _outcome(tmp_path, verdict: str):
     statement = types.SimpleNamespace(
         predicate=predicate, data={"predicate": predicate}, case="toy", verdict=verdict
     )
-    run = types.SimpleNamespace(workspace=Workspace(tmp_path), flag="")
+    recipe = types.SimpleNamespace(scope="not claimed: D")
+    run = types.SimpleNamespace(workspace=Workspace(tmp_path), flag="", recipe=recipe)
     differences = [REPORT] if wrong else []
     return prove.Outcome(statement, tmp_path / "evidence.json", {}, run, differences)  # type: ignore[arg-type]
 
@@ -107,7 +108,7 @@ def _outcome(tmp_path, verdict: str):
 @pytest.mark.parametrize(
     ("verdict", "code", "words"),
     [
-        ("EQUAL", 0, ["toy: EQUAL; mismatches per leg: B 0 of 10; 1 of 1 negative controls"]),
+        ("EQUAL", 0, ["toy: EQUAL (not claimed: D); mismatches per leg: B 0 of 10; 1 of 1"]),
         ("DIFFERENT", 1, ["1 of 10 tokens differ", "sequence 4, position 9", "--locate 4"]),
         ("NOT_OBSERVED", 3, ["leg B: hazard preempted never fired"]),
     ],
@@ -127,16 +128,18 @@ def test_exit_code_and_output_follow_the_verdict(
         return outcome
 
     monkeypatch.setattr(prove, "prove", proved)
-    monkeypatch.setattr(page, "write", lambda statement, stages, chip, path, found: path)
+    monkeypatch.setattr(page, "write", lambda statement, stages, chip, path, *_: path)
     assert cli.run(["prove", "toy"]) == code
     shown = shown_first[0]  # before anything is traced
     assert "decode/prefill" in shown and "50 of 80" in shown and "evidence: evidence.json" in shown
     shown += capsys.readouterr().out
     assert shown.count("evidence: ") == 1
     assert f"in total: {int(verdict == 'DIFFERENT')} of 10 comparisons of a token" in shown
-    assert all(word in shown for word in words)
+    assert all(word in shown for word in words) and "scripts/pages.py" not in shown
+    assert cli.run(["prove", "toy", "--record"]) == code
+    assert "scripts/pages.py" in capsys.readouterr().out
     assert cli.run(["prove", "toy", "--json"]) == code
-    assert shown_first[1] == ""
+    assert shown_first[-1] == ""
     assert json.loads(capsys.readouterr().out) == outcome.statement.data
 
 

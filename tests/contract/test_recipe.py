@@ -37,6 +37,21 @@ def test_a_case_computes_on_a_cpu_unless_it_says_otherwise(edited):
     assert gpu.digest != there.digest
 
 
+def test_the_scope_says_what_a_case_shows_less_than(edited, tmp_path):
+    path = edited("case: qwen3-tiny\n", "case: qwen3-tiny\n")
+    legs = "not claimed: E, F, O, rl"
+    assert recipes.load(path).scope == f"drawn weights; {legs}"
+    published = tmp_path / recipes.PUBLISHED
+    published.write_text('{"num_hidden_layers": 28}')
+    layers = recipes.load(path).config["num_hidden_layers"]
+    assert recipes.load(path).scope == f"proxy: {layers} of 28 layers, drawn weights; {legs}"
+    published.write_text(f'{{"num_hidden_layers": {layers}}}')
+    assert recipes.load(path).scope == f"drawn weights; {legs}"
+    assert recipes.load("smollm2-135m").scope == "not claimed: D"  # real weights, whole depth
+    assert recipes.qualified("EQUAL", "") == "EQUAL"
+    assert recipes.qualified("EQUAL", legs) == f"EQUAL ({legs})"
+
+
 def test_a_value_changes_the_digest(edited):
     path = edited("vocab_size: 1024", "vocab_size: 2048")
     assert recipes.load(path).digest != recipes.load("qwen3-tiny").digest

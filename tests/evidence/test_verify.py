@@ -33,6 +33,7 @@ def test_good_evidence_of_a_file_and_of_a_case(written, recipe):
     for target in (recipe.evidence_path, recipe.folder):
         result = evidence.verify(target)
         assert (result.status, result.exit_code, result.stale) == ("EQUAL", 0, ())
+        assert result.as_dict()["scope"] == recipe.scope != ""
 
 
 def test_not_observed_exits_3_and_different_exits_1(run, recipe, make_rows):
@@ -297,7 +298,9 @@ def test_verify_runs_without_torch(written, recipe):
 def test_command_line(written, recipe):
     run = CliRunner()
     text = run.invoke(app, ["verify", str(recipe.folder)])
-    assert text.exit_code == 0 and text.stdout.rstrip().endswith("qwen3-tiny: EQUAL")
+    assert text.exit_code == 0 and text.stdout.rstrip().endswith(
+        f"qwen3-tiny: EQUAL ({recipe.scope})"
+    )
     report = json.loads(run.invoke(app, ["verify", str(recipe.folder), "--json"]).stdout)
     assert report["status"] == "EQUAL"
     assert report["legs"]["B"]["tokens"] == recipe.legs["B"].tokens

@@ -80,7 +80,7 @@ def test_one_flipped_bit_is_different_and_located(finished, make):
     assert (first["sequence"], first["position"]) == (3, 11)
     assert first["token"] == make.sequences[3][11]
     assert int(first["left"], 16) ^ int(first["right"], 16) == 1
-    assert "DIFFERENT; mismatches per leg: " in page.sentence(statement)
+    assert "DIFFERENT; mismatches per leg: " in page.sentence(statement, "")
 
 
 @pytest.mark.parametrize("leg", ["A", "B", "C"])

@@ -132,9 +132,9 @@ def test_the_sentence_counts_each_leg_and_the_controls_that_diverged(run_of, sta
     ]
     predicate = dict(statement.predicate) | {"comparisons": changed}
     statement = Statement(b"", dict(statement.data) | {"predicate": predicate})
-    assert page.sentence(statement) == (
-        f"qwen3-tiny: {statement.verdict}; mismatches per leg: A 3 of 1,500, B 0 of 7; "
-        "1 of 3 negative controls diverged"
+    assert page.sentence(statement, "not claimed: D") == (
+        f"qwen3-tiny: {statement.verdict} (not claimed: D); mismatches per leg: "
+        "A 3 of 1,500, B 0 of 7; 1 of 3 negative controls diverged"
     )
 
 
