@@ -28,19 +28,17 @@ from typing import Any
 
 import numpy as np
 
-from samebits import env, files, patching
+from samebits import env, files
 from samebits import recipe as recipes
 from samebits.bench import engine_arm
 from samebits.bench.engine_arm import MODES, PASS, REQUESTS, RESPONSE, Arm, median
-from samebits.bench.rollout import loss
+from samebits.bench.rollout import loss, trainer_of
 from samebits.contract import Contract, canonical
 from samebits.contract.platform import require
 from samebits.contract.sources import source_hash
 from samebits.engines import rollout_wire as wire
 from samebits.engines.rollout import RolloutSettings
-from samebits.engines.trainer import OptimizerSettings
 from samebits.engines.trainer_batch import TrainBatch
-from samebits.engines.trainer_process import TrainerProcess
 from samebits.errors import Different, Refused, SamebitsError
 from samebits.mismatch import as_bits
 from samebits.patching.workspace import Workspace
@@ -324,16 +322,7 @@ def _passes(case: Recipe, model: Path, folder: Path, arithmetic: str) -> dict[st
         sys.stderr.write(f"bench: trainer, {arithmetic} ...\n")
         whole = engine_arm.prompts(case.config["vocab_size"], *PASS, seed=3)
         try:
-            with TrainerProcess(
-                model,
-                contract=case.contract_path,
-                python_paths=patching.python_paths(case.series["megatron"]),
-                platform=case.platform,
-                arithmetic=arithmetic,
-                optimizer=OptimizerSettings(lr=0.0),
-                micro_tokens=PASS[0] * PASS[1],
-            ) as trainer:
-                trainer.load(model)
+            with trainer_of(case, model, arithmetic, micro_tokens=PASS[0] * PASS[1]) as trainer:
                 scores = trainer.score(whole)
                 ones = [torch.ones(len(ids) - 1) for ids in whole]
                 batch = TrainBatch(whole, ones, ones, scores.logprobs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,19 +108,26 @@ def loss(logprobs, old, advantages, mask):
     return -(logprobs * mask).sum() / mask.sum(), {}
 
 
-def _trainer(case, model, arithmetic: str, whole: list[list[int]]) -> dict[str, float]:
-    import torch
-
-    tokens = sum(len(s) for s in whole)
-    with TrainerProcess(
+def trainer_of(case: recipe.Recipe, model: Path, arithmetic: str, **changes) -> TrainerProcess:
+    """A trainer of the case with its weights, which no step moves."""
+    trainer = TrainerProcess(
         model,
         contract=case.contract_path,
         python_paths=patching.python_paths(case.series["megatron"]),
         platform=case.platform,
         arithmetic=arithmetic,
         optimizer=OptimizerSettings(lr=0.0),
-    ) as trainer:
-        trainer.load(model)
+        **changes,
+    )
+    trainer.load(model)
+    return trainer
+
+
+def _trainer(case, model, arithmetic: str, whole: list[list[int]]) -> dict[str, float]:
+    import torch
+
+    tokens = sum(len(s) for s in whole)
+    with trainer_of(case, model, arithmetic) as trainer:
         trainer.score(whole[:1])
         score, scores = _per_token(lambda: trainer.score(whole), tokens)
         ones = [torch.ones(len(s) - 1) for s in whole]
