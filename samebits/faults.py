@@ -19,9 +19,10 @@ from samebits.plan import ReductionPlan
 ELSEWHERE = ("rank_order_sum",)
 
 
-# Rows up to which `k_cut_by_rows` leaves a product whole. On a GPU a step of a control holds
-# thousands of rows and a sequence alone some hundreds, so that one row would not tell them apart.
-_WHOLE_ROWS = {"cpu": 1, "sm90": 128}
+# Rows up to which `k_cut_by_rows` leaves a product whole: fewer than a full step of a control holds
+# (64 on a CPU, thousands on a GPU) and more than most sequences alone, or the end of one, and any
+# decode. One row would not tell them apart.
+_WHOLE_ROWS = {"cpu": 63, "sm90": 128}
 
 
 def _k_cut_by_rows() -> None:

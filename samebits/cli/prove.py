@@ -122,10 +122,14 @@ def _judged(statement, path) -> None:
     """Table, reasons and the evidence's path, before any difference is traced."""
     from samebits.errors import shown
     from samebits.evidence.verdict import judge
+    from samebits.gates import advice
 
     _table(statement.predicate)
+    flag = statement.predicate["comparisons"][0]["command"].partition(" --")[2]
     for reason in judge(statement.predicate).reasons:
         print(f"- {reason}")
+        if hint := advice.of(reason, recorded=flag == "record"):
+            print(f"  {hint}")
     print(f"evidence: {shown(path)}", flush=True)
 
 

@@ -110,7 +110,7 @@ def _outcome(tmp_path, verdict: str):
     [
         ("EQUAL", 0, ["toy: EQUAL (not claimed: D); mismatches per leg: B 0 of 10; 1 of 1"]),
         ("DIFFERENT", 1, ["1 of 10 tokens differ", "sequence 4, position 9", "--locate 4"]),
-        ("NOT_OBSERVED", 3, ["leg B: hazard preempted never fired"]),
+        ("NOT_OBSERVED", 3, ["leg B: hazard preempted never fired", "raise `requests`"]),
     ],
 )
 def test_exit_code_and_output_follow_the_verdict(

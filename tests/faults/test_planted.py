@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from samebits import bits, faults
+from samebits import recipe as recipes
 from samebits.engines.rollout import RolloutSettings
 from samebits.engines.trainer_process import _environment
 from samebits.evidence import verdict
+from samebits.gates import prove, stages, workload
 from samebits.ops import attention, gdn, gemm, logprob, rms_norm
 from samebits.plan import ReductionPlan
 
 WRAPPED = {
     "norm_rounded_early": ((rms_norm, "rms_norm"),),
     "norm_rounded_by_rows": ((rms_norm, "rms_norm"),),
+    "k_cut_by_rows": ((gemm, "linear"),),
     "scale_rounded": ((attention, "paged"), (attention, "varlen")),
     "logits_rounded": ((gemm, "lm_head"),),
     "temperature_of_one_side": ((logprob, "log_softmax"), (logprob, "selected")),
@@ -63,6 +66,29 @@ def test_a_norm_that_rounds_early_where_it_has_rows(plant, draw):
     alone = torch.cat([rms_norm.rms_norm(row[None], weight, 1e-6) for row in x])
     assert bits.equal(alone, right)
     assert bits.compare(rms_norm.rms_norm(x, weight, 1e-6), right).mismatches > 0
+
+
+def test_a_product_is_cut_in_full_steps_of_a_control_only(plant, draw):
+    x, w = draw(stages._CONTROL_BUDGET, 512), draw(256, 512)
+    right = gemm.linear(x, w)
+    plant("k_cut_by_rows")
+    moved = (gemm.linear(x, w) != right).any(1)
+    assert moved.any()  # few: most orders of a sum round to one bf16 number
+    assert bits.equal(gemm.linear(x[:-1].contiguous(), w), right[:-1])
+
+
+@pytest.mark.parametrize("case", ["qwen3-tiny", "qwen2-tiny", "qwen3.5-tiny"])
+def test_the_cut_tells_a_sequence_alone_from_one_in_the_batch_of_a_control(case):
+    """Rows alone: whole steps of the budget, then the end. In the batch every step but one is
+    full, and the first may hold one request where the others come late."""
+    recipe, budget = recipes.load(case), stages._CONTROL_BUDGET
+    size = prove.Size.of(recipe, quick=True, record=False)
+    asked = (size.control_requests, size.control_response, size.control_prompt)
+    controls = workload.control(recipe, None, *asked)  # no prompts of its own, so no tokenizer
+    lengths = [len(r.prompt) + r.max_tokens for r in controls]
+    alone = [n % budget for n in lengths[: stages._DECODED]]
+    assert faults._WHOLE_ROWS["cpu"] < budget
+    assert sum(alone[1:]) - (budget - 1) >= verdict.CONTROL_TOKENS
 
 
 def test_a_scale_that_was_rounded(plant, draw):

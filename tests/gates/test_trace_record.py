@@ -161,6 +161,7 @@ def test_logits_of_requests_with_one_prompt_are_told_apart(operators):
 
 def test_what_a_fault_returns_is_recorded_as_the_call_that_it_stands_for(operators, monkeypatch):
     right = _recorded(operators, WHOLE)
+    monkeypatch.setitem(faults._WHOLE_ROWS, "cpu", 1)
     cut = _with_fault(operators, monkeypatch, "k_cut_by_rows")  # calls another region inside
     assert [call.region for call in cut] == [call.region for call in right]
     turned = _with_fault(operators, monkeypatch, "rope_base_doubled")
