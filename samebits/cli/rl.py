@@ -33,14 +33,16 @@ def rl(
     """Run a short on-policy RL loop and count differing log-probabilities.
 
     A step is a rollout in vLLM, a score in Megatron, verl's loss, an optimizer step and a refit.
+    A sequence is numbered step x 1000 + its place in the step.
     """
+    from samebits.gates import locate
+    from samebits.gates import rl as gate
     from samebits.gates.prove import Size, locked_run
-    from samebits.gates.rl import run_rl
     from samebits.gates.streams import compare
 
     with locked_run(case, Size()) as run:
         count = steps or (run.recipe.rl or {}).get("steps", 1)
-        stage = run_rl(run, steps=count, arithmetic=arithmetic.value)
+        stage = gate.run_rl(run, steps=count, arithmetic=arithmetic.value)
     total = compare(stage.streams["rollout"], stage.streams["trainer"])
     if as_json:
         show_json(stage.facts["steps"])
@@ -53,6 +55,9 @@ def rl(
             f"in {count} steps; max |dlogp| {values.max_abs:.3g}, K3 KL {values.k3_kl:.3g}, "
             f"IS ratio max {values.is_ratio_max:.6g}"
         )
+        if arithmetic is Arm.aligned:  # what --locate computes again
+            for first in gate.firsts(stage):
+                print(f"locate: {locate.command(run, first.sequence, locate.REFITS)}")
     raise typer.Exit(1 if total.mismatches else 0)
 
 
@@ -60,6 +65,7 @@ def _table(steps) -> None:
     names = (
         *("tokens", "mismatches", "max_abs", "mean_abs", "k3_kl", "is_ratio_max"),
         *("is_ratio_median", "reward", "loss", "grad_norm"),
+        *("repeated_cached_tokens", "dropped_blocks"),
     )
     rows = []
     for record in steps:

@@ -26,7 +26,7 @@ from samebits.engines.trainer_process import TrainerProcess
 from samebits.errors import Different, Refused
 from samebits.gates import agreement, policy, semantic, stages, tasks
 from samebits.gates.run import Run, Stage, say
-from samebits.gates.streams import Stream
+from samebits.gates.streams import Counts, FirstDifference, Stream, compare
 
 # One prompt returns in every step: after a refit its cached blocks must be gone.
 _REPEATED = 0
@@ -279,13 +279,21 @@ def _report(arm: str, record: dict[str, Any]) -> None:
     )
 
 
-def as_counts(stage: Stage):
+def as_counts(stage: Stage) -> Counts:
     """Comparison of the steps after the first refit (leg E)."""
-    from samebits.gates.streams import compare
+    return _counts(stage, lambda steps: steps >= 2)
 
-    def late(stream: Stream) -> Stream:
+
+def firsts(stage: Stage) -> list[FirstDifference]:
+    """The first difference of every step that has one."""
+    found = (_counts(stage, lambda steps, n=r["step"]: steps == n) for r in stage.facts["steps"])
+    return [counts.first for counts in found if counts.first is not None]
+
+
+def _counts(stage: Stage, keep: Callable[[np.ndarray], np.ndarray]) -> Counts:
+    def kept(stream: Stream) -> Stream:
         columns = stream.columns()
-        keep = columns["sequence"] >= 2 * STRIDE
-        return Stream({name: column[keep] for name, column in columns.items()})
+        rows = keep(columns["sequence"] // STRIDE)
+        return Stream({name: column[rows] for name, column in columns.items()})
 
-    return compare(late(stage.streams["rollout"]), late(stage.streams["trainer"]))
+    return compare(kept(stage.streams["rollout"]), kept(stage.streams["trainer"]))

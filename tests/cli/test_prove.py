@@ -191,7 +191,16 @@ def _rl_stage(wrong: int) -> Stage:
     bits = np.array([0xBF800000, 0xBF800001], np.uint32)
     left.add(1000, 4, [5, 6], bits)
     right.add(1000, 4, [5, 6], bits ^ np.uint32(wrong))
-    numbers = ("max_abs", "mean_abs", "k3_kl", "is_ratio_max", "is_ratio_median", "reward")
+    numbers = (
+        "repeated_cached_tokens",
+        "dropped_blocks",
+        "max_abs",
+        "mean_abs",
+        "k3_kl",
+        "is_ratio_max",
+        "is_ratio_median",
+        "reward",
+    )
     step = {"step": 1, "tokens": 2, "mismatches": 2 * wrong, "loss": 0.5, "grad_norm": 1.0}
     return Stage({"rollout": left, "trainer": right}, {"steps": [step | dict.fromkeys(numbers, 1)]})
 
@@ -204,12 +213,17 @@ def test_rl_ends_with_one_when_a_bit_differs(workspace, monkeypatch, capsys, wro
         asked.update(steps=steps, arithmetic=arithmetic)
         return _rl_stage(wrong)
 
-    run = types.SimpleNamespace(recipe=recipes.load("smollm2-135m"))
+    run = types.SimpleNamespace(recipe=recipes.load("smollm2-135m"), flag="")
     monkeypatch.setattr(prove, "open_run", lambda case, size: run)
     monkeypatch.setattr(rl, "run_rl", run_rl)
     assert cli.run(["rl", "smollm2-135m", "--arithmetic", "stock"]) == wrong
     assert asked == {"steps": run.recipe.rl["steps"], "arithmetic": "stock"}
-    assert f"{2 * wrong} of 2 tokens differ in 5 steps" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{2 * wrong} of 2 tokens differ in 5 steps" in shown and "locate: " not in shown
+    assert "repeated_cached" in shown and "dropped" in shown
+    assert cli.run(["rl", "smollm2-135m"]) == wrong
+    line = f"locate: samebits prove smollm2-135m --locate 1000 --pair {locate.REFITS}"
+    assert (line in capsys.readouterr().out) == bool(wrong)
     assert cli.run(["rl", "smollm2-135m", "--steps", "3", "--json"]) == wrong
     assert asked == {"steps": 3, "arithmetic": "aligned"}
     assert json.loads(capsys.readouterr().out)[0]["tokens"] == 2

@@ -7,7 +7,7 @@ compared call by call (`pairs`), and the outcome is put into words (`reporting`)
 
 from __future__ import annotations
 
-from samebits.gates.locate.pairs import PAIRS
-from samebits.gates.locate.reporting import GONE, one_sequence, reports, write
+from samebits.gates.locate.pairs import PAIRS, REFITS
+from samebits.gates.locate.reporting import GONE, command, one_sequence, reports, write
 
-__all__ = ["GONE", "PAIRS", "one_sequence", "reports", "write"]
+__all__ = ["GONE", "PAIRS", "REFITS", "command", "one_sequence", "reports", "write"]
