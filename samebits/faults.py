@@ -13,7 +13,6 @@ from typing import Any
 
 from samebits import runtime
 from samebits.errors import Refused
-from samebits.plan import ReductionPlan
 
 # rank_order_sum is planted where ranks meet: `hooks.megatron.linear`.
 ELSEWHERE = ("rank_order_sum",)
@@ -26,7 +25,8 @@ _WHOLE_ROWS = {"cpu": 63, "sm90": 128}
 
 
 def _k_cut_by_rows() -> None:
-    """A column-parallel product cuts K in two when it has many rows (legs A, B, C, F)."""
+    """A column-parallel product cuts K in two when it has many rows, and rounds both halves, as a
+    kernel does that adds into its bf16 output (legs A, B, C, F)."""
     from samebits.ops import gemm
 
     whole, most = gemm.linear, _WHOLE_ROWS[runtime.platform()]
@@ -35,7 +35,9 @@ def _k_cut_by_rows() -> None:
     def linear(x, w, bias=None):
         if x.numel() <= most * x.shape[-1]:
             return whole(x, w, bias)
-        y = gemm.row_parallel(x, w, ReductionPlan(2))
+        first = x.clone()  # halves as zeros, so that shapes stay those that the operator admits
+        first[..., x.shape[-1] // 2 :] = 0
+        y = whole(first, w) + whole(x - first, w)
         return y if bias is None else y + bias
 
     gemm.linear = linear

@@ -281,19 +281,22 @@ def _report(arm: str, record: dict[str, Any]) -> None:
 
 def as_counts(stage: Stage) -> Counts:
     """Comparison of the steps after the first refit (leg E)."""
-    return _counts(stage, lambda steps: steps >= 2)
+    return _counts(stage, 2)
 
 
 def firsts(stage: Stage) -> list[FirstDifference]:
     """The first difference of every step that has one."""
-    found = (_counts(stage, lambda steps, n=r["step"]: steps == n) for r in stage.facts["steps"])
+    found = (_counts(stage, r["step"], r["step"] + 1) for r in stage.facts["steps"])
     return [counts.first for counts in found if counts.first is not None]
 
 
-def _counts(stage: Stage, keep: Callable[[np.ndarray], np.ndarray]) -> Counts:
+def _counts(stage: Stage, start: int, stop: float = math.inf) -> Counts:
+    """Comparison of the steps [start, stop)."""
+
     def kept(stream: Stream) -> Stream:
         columns = stream.columns()
-        rows = keep(columns["sequence"] // STRIDE)
+        step = columns["sequence"] // STRIDE
+        rows = (step >= start) & (step < stop)
         return Stream({name: column[rows] for name, column in columns.items()})
 
     return compare(kept(stage.streams["rollout"]), kept(stage.streams["trainer"]))

@@ -73,7 +73,7 @@ def test_a_product_is_cut_in_full_steps_of_a_control_only(plant, draw):
     right = gemm.linear(x, w)
     plant("k_cut_by_rows")
     moved = (gemm.linear(x, w) != right).any(1)
-    assert moved.any()  # few: most orders of a sum round to one bf16 number
+    assert moved.all()
     assert bits.equal(gemm.linear(x[:-1].contiguous(), w), right[:-1])
 
 

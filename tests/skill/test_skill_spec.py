@@ -11,6 +11,7 @@ import yaml
 from quoted import ROOT
 
 from samebits import faults
+from samebits import recipe as recipes
 
 GOOD = """---
 name: mend-things
@@ -181,3 +182,23 @@ def test_every_step_of_the_ledger_is_in_the_table_of_steps():
     rows = [re.split(r", then |, ", row.split(" | ")[0].strip("| ")) for row in table.split("\n")]
     named = [name for row in rows[2:] for name in row]
     assert named == [step.name for step in STEPS]
+
+
+def _case_row(recipe: recipes.Recipe) -> str:
+    """The row of a case in the table of what cases cannot see."""
+    config, absent = recipe.config, [leg for leg in "ABCDEFO" if leg not in recipe.legs]
+    parts = [f"leg {', '.join(absent)}"] if absent else []
+    parts += [] if recipe.rl else ["optimizer steps, refits, RL"]
+    parts += [] if recipe.gdn_schedule else ["recurrent layers"]
+    head = "tied" if config["tie_word_embeddings"] else "untied"
+    ranks = max(*recipe.trainer_tp, *recipe.rollout_tp)
+    cells = (recipe.case, "; ".join(parts) or "-", config["rms_norm_eps"], head, ranks)
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+@pytest.mark.parametrize(
+    "case", sorted(path.parent.name for path in ROOT.glob("cases/*/contract.json"))
+)
+def test_the_table_of_what_a_case_cannot_see_is_that_of_the_recipes(case):
+    page = (ROOT / "skill" / "prove-zero" / "references" / "legs.md").read_text()
+    assert _case_row(recipes.load(case)) in page.splitlines()
