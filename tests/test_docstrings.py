@@ -22,7 +22,7 @@ def undocumented(source: str) -> list[str]:
 
 def _inside(node: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
     for child in _defined(node):
-        if child.name.startswith("_") or _is_overload(child):
+        if child.name.startswith("_") or _is_overload(child) or _is_formula(child):
             continue
         if not ast.get_docstring(child):
             yield prefix + child.name
@@ -33,6 +33,12 @@ def _inside(node: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
 def _is_overload(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """A signature for type checkers; the definition behind it is documented."""
     return any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list)
+
+
+def _is_formula(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """A device function of one expression, which says what it is."""
+    jitted = any(isinstance(d, ast.Attribute) and d.attr == "jit" for d in node.decorator_list)
+    return jitted and len(node.body) == 1 and isinstance(node.body[0], ast.Return)
 
 
 def _defined(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -61,6 +67,8 @@ def test_every_public_name_has_a_docstring():
         ("", ["module"]),
         ("'''m'''\ndef f(): pass", ["f"]),
         ("'''m'''\nasync def f(): pass", ["f"]),
+        ("'''m'''\n@gluon.jit\ndef f(m):\n  return m * 2", []),
+        ("'''m'''\n@gluon.jit\ndef f(m):\n  m = m * 2\n  return m", ["f"]),
         ("'''m'''\nclass A:\n  def g(self): pass", ["A", "A.g"]),
         ("'''m'''\nclass A:\n  '''a'''\n  @property\n  def g(self): pass", ["A.g"]),
         ("'''m'''\ntry:\n  def f(): pass\nexcept E:\n  def g(): pass", ["f", "g"]),

@@ -62,6 +62,7 @@ def bring_queries(
     D: gl.constexpr, FIXED: gl.constexpr, MOVING: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
+    """The producer of `_keys`: its keys and values once, then query after query with its gradient."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     t = 0
     done = 0
@@ -237,6 +238,7 @@ def bring_keys(
     D: gl.constexpr, FIXED: gl.constexpr, MOVING: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
+    """The producer of `_queries`: its queries and their gradients once, then keys and values."""
     t = 0
     done = 0
     for round in range(gl.cdiv(total_work, gl.num_programs(0))):
