@@ -62,7 +62,7 @@ def bring_queries(
     D: gl.constexpr, FIXED: gl.constexpr, MOVING: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer of `_keys`: its keys and values once, then query after query with its gradient."""
+    """The producer of `_keys`: its keys and values once, then queries and their gradients."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     t = 0
     done = 0
