@@ -26,6 +26,7 @@ import torch
 
 from samebits import env, files, runtime
 from samebits import recipe as recipes
+from samebits.bench.rollout import loss
 from samebits.casework import ladder as record
 from samebits.casework.ladder import NAME, Ladder, Leg, Rung
 from samebits.contract.sources import source_hash
@@ -69,8 +70,8 @@ class Size:
             size = cls(requests=8, response=16, prompt=32, trained=1, repeats=1)
             few = replace(size, requests=4, response=12)
         else:
-            size = cls(requests=128, response=128, prompt=512, trained=16, repeats=3)
-            few = replace(size, requests=32, response=48, trained=8, repeats=2)
+            size = cls(requests=64, response=128, prompt=512, trained=16, repeats=2)
+            few = replace(size, requests=32, response=48, trained=8)
         return replace(few, flag=" --ladder --quick") if quick else size
 
 
@@ -246,19 +247,14 @@ def _rollout(engine: RolloutEngine, size: Size, requests: Sequence[capsule.Reque
     return streams, {"ms_per_token": costs, "served": engine.served()}, whole
 
 
-def mean_loss(logprobs, old_logprobs, advantages, mask):
-    """Negative mean log-probability of the masked targets; ranks import it by name."""
-    return -(logprobs * mask).sum() / mask.sum(), {}
-
-
 def _trainer(trainer: TrainerProcess, size: Size, whole: Sequence[list[int]]):
     """Stream of the score, and what a token of a score and of a training step costs."""
     trainer.score(whole[:1])  # loads kernels
     scoring, scores = _least(lambda: trainer.score(whole), size.repeats)
     served = trainer.info()["served"]
-    trainer.train_step(_batch([whole[0][:2]]), mean_loss)  # the same, and the optimizer's state
+    trainer.train_step(_batch([whole[0][:2]]), loss)  # the same, and the optimizer's state
     batch = _batch(whole[: size.trained])
-    stepping, _ = _least(lambda: trainer.train_step(batch, mean_loss), size.repeats)
+    stepping, _ = _least(lambda: trainer.train_step(batch, loss), size.repeats)
     costs = {
         "score": scoring / sum(map(len, whole)),
         "step": stepping / sum(map(len, batch.sequences)),
