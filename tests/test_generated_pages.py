@@ -9,7 +9,7 @@ import pages
 import pytest
 
 from samebits import cases, recipe
-from samebits.casework import steps
+from samebits.casework import ladder, steps
 
 STATUS = cases.Status("toy", "EQUAL", {"B": 12}, {"B": 0}, [], ["CUDA"], "2025-01-01", 2)
 STATUS = replace(STATUS, scope="not claimed: D")
@@ -62,6 +62,22 @@ def test_an_unrecorded_run_of_this_machine_is_not_shown(one_case, monkeypatch):
     monkeypatch.setattr(steps, "progress", progress)
     pages.step_table()
     assert asked == [False]
+
+
+def test_a_recorded_ladder_is_shown_and_a_stale_one_is_named(monkeypatch):
+    legs = {"B": ladder.Leg(9, 4, 0.5), "C": ladder.Leg(9, 0, 0.0)}
+    rung = ladder.Rung("stock", legs, dict.fromkeys(ladder.COSTS, 2.0))
+    found = ladder.Ladder("toy", "2025-01-01", "a chip", "samebits prove toy --ladder", {}, [rung])
+    monkeypatch.setattr(recipe, "known_cases", lambda: ["toy"])
+    monkeypatch.setattr(recipe, "load", lambda name: name)
+    monkeypatch.setattr(ladder, "read", lambda case: found)
+    for changed in ([], ["hooks/vllm"]):
+        monkeypatch.setattr(ladder, "stale", lambda made, case, changed=changed: changed)
+        text = pages.ladder_table()
+        assert "| stock (none) | 4 of 9 | 0 of 9 | 0.5 | 2 (1.00) |" in text
+        assert ("STALE" in text) == bool(changed)
+    monkeypatch.setattr(ladder, "read", lambda case: None)
+    assert pages.ladder_table() == "Nothing recorded yet."
 
 
 def test_a_page_that_differs_is_seen_and_written(one_case, monkeypatch, capsys):

@@ -190,6 +190,12 @@ def test_a_ladder_is_recorded_with_what_it_belongs_to(case, measured, capsys):
     assert record.stale(found, replace(case, data=data)) == ["recipe"]
     moved = replace(found, depends={**found.depends, "sources": {"hooks/vllm": "0"}})
     assert "hooks/vllm" in record.stale(moved, case)
+    assert cli.run(["case", "show", CASE]) == 0
+    shown = capsys.readouterr().out
+    assert "first rung at 0: logprob" in shown and "ladder stale" not in shown
+    record.write(moved, record.path_of(case))
+    assert cli.run(["case", "show", CASE, "--json"]) == 0
+    assert "hooks/vllm" in json.loads(capsys.readouterr().out)["ladder"]["stale"]
 
 
 def test_a_rung_is_measured_once_whatever_the_order(case, measured):
