@@ -60,7 +60,7 @@ def test_a_case_is_shown_as_a_table(capsys):
 class Evidence:
     """A verified statement with a leg of bits and the leg of distances."""
 
-    status, stale, reproductions = "EQUAL", (), 0
+    status, stale, reproductions, scope = "EQUAL", (), 0, ""
 
     statement = types.SimpleNamespace(
         predicate={
