@@ -8,7 +8,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from samebits.errors import Refused
+from samebits.engines.rollout_wire import Completion
+from samebits.errors import Different, Refused
 from samebits.evidence import comparison
 from samebits.gates import capsule, locate, prove, rl
 from samebits.gates.locate import arms, pairs, refit, reporting
@@ -256,6 +257,20 @@ def test_a_sequence_that_only_the_cache_made_differ_is_said_to_be_stale(run, mon
     assert told.note == refit.STALE
     del found[refit.AS_RUN]  # no token of it was cached
     assert locate.one_sequence(run, 2000, pairs.REFITS) == []
+
+
+def test_tokens_that_are_cached_right_after_a_reset_are_different(run, tmp_path, monkeypatch):
+    """No trace can be made of them; what they are is the answer."""
+    done = Completion((8, 9), np.zeros(2, np.uint32), 2, "length", "0")
+    engine = types.SimpleNamespace(
+        generate=lambda requests: [done for _ in requests], reset_prefix_cache=lambda: 0
+    )
+    config = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8}
+    monkeypatch.setattr(run.recipe, "config", config, raising=False)
+    asked = [types.SimpleNamespace(prompt=(5, 6, 7))]
+    live = tmp_path / "rollout", tmp_path / "trainer"
+    with pytest.raises(Different, match="2 cached tokens right after a reset"):
+        refit._arms(run, 2000, engine, None, asked, live)
 
 
 def test_an_engine_that_fails_does_not_hide_the_difference(run, monkeypatch):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from locate_support import DENSE, HYBRID, arms_of, call, open_run, pattern, plant, row, weight
+from locate_support import DENSE, HYBRID, RL, arms_of, call, open_run, pattern, plant, row, weight
 
+from samebits.engines.rollout import RolloutEngine
+from samebits.errors import Different
 from samebits.gates import locate, rl
-from samebits.gates.locate import pairs
+from samebits.gates.locate import pairs, refit
 from samebits.gates.locate.pairs import Located
 from samebits.ops import gdn, gemm, rms_norm, rotary
 from samebits.plan import ReductionPlan
@@ -158,3 +162,32 @@ def test_a_difference_after_refits_is_found_at_the_weights_of_its_step(dense, mo
     before = arms_of(dense)["padded"]
     digest = f"{int(call(before, 0, 'norm.rms').operands['weight'][0]):016x}"
     assert report.operands["weight"] != digest  # not those that the run began with
+
+
+@pytest.mark.slow  # two minutes: two RL runs
+def test_a_cache_that_no_reset_empties_is_told_by_the_run_and_by_the_trace(dense, monkeypatch):
+    plant(monkeypatch, rollout="prefix_cache_not_reset")
+    with pytest.raises(Different, match="SB0906") as seen:
+        rl.run_rl(dense, steps=2, arithmetic="aligned")
+    assert "after a refit that dropped 0 blocks" in seen.value.seen
+    with pytest.raises(Different, match="SB0906") as seen:
+        locate.one_sequence(dense, 2 * rl.STRIDE, pairs.REFITS)
+    assert "right after a reset" in seen.value.seen
+
+
+@pytest.mark.slow  # a minute: one RL run
+def test_a_cache_that_a_sync_keeps_is_not_hidden_by_the_trace(dense, monkeypatch):
+    """The trace needs an empty cache, with which the sequence agrees; that of the run was not."""
+    right = RolloutEngine.sync_weights
+
+    def sync_weights(self, manifest):
+        with monkeypatch.context() as patch:
+            patch.setattr(self, "reset_prefix_cache", lambda: 0, raising=False)
+            return right(self, manifest)
+
+    monkeypatch.setattr(RolloutEngine, "sync_weights", sync_weights)
+    # With larger steps every token gets probability 1, from old weights as from new ones.
+    slower = dense.recipe.data | {"rl": RL | {"learning_rate": "3e-4"}}
+    monkeypatch.setattr(dense, "recipe", replace(dense.recipe, data=slower))
+    (report,) = locate.one_sequence(dense, 2 * rl.STRIDE, pairs.REFITS)
+    assert report.note == refit.STALE and report.left.bits != report.right.bits

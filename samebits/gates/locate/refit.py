@@ -14,7 +14,7 @@ from pathlib import Path
 from samebits.engines.rollout import RolloutEngine
 from samebits.engines.rollout_wire import Request
 from samebits.engines.trainer_process import TrainerProcess
-from samebits.errors import Refused
+from samebits.errors import Different, Refused
 from samebits.gates import rl
 from samebits.gates.locate.arms import Arm, Recording, Subject
 from samebits.gates.run import Run
@@ -79,10 +79,17 @@ def _arms(
     found = {}
     if sampled[index].cached_tokens:
         found[AS_RUN] = Arm(subject.decoded(request, sampled[index]), ())
-    for name, batch, place in (("decode-batch", requests, index), ("decode", [request], 0)):
+    for name, batch, place in (("decode", [request], 0), ("decode-batch", requests, index)):
         engine.reset_prefix_cache()  # what is cached would not be computed, and not recorded
         with rollout.of(subject.tokens):
             done = engine.generate(batch)[place]
+        if name == "decode" and done.cached_tokens:  # alone it can have none but old ones
+            raise Different(
+                "SB0906",
+                seen=f"{done.cached_tokens} cached tokens right after a reset of the prefix cache",
+                required="0: cached state belongs to the old weights",
+                hint="samebits explain SB0906",
+            )
         found[name] = rollout.arm(subject.decoded(request, done))
     for name, sequences, place in (
         ("padded-batch", whole, index),
