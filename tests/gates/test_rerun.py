@@ -24,7 +24,7 @@ def ran(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "prepare", lambda recipe: tmp_path)
     found = []
 
-    def stand_in(run: Run, size, quick, record):
+    def stand_in(run: Run, size, quick, record, listener=None):
         found.append((run.folder, size, quick, record))
         (run.folder / "stage.json").touch()
 
