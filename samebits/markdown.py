@@ -5,11 +5,13 @@ A block stands between the lines `<!-- NAME: generated -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from samebits.errors import Refused
 
 _END = "<!-- end -->"
+_BLOCK = re.compile(rf"<!-- [\w-]+: generated -->\n.*?{_END}\n?", re.DOTALL)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -25,6 +27,11 @@ def _start(name: str) -> str:
 def framed(name: str, body: str) -> str:
     """A new block."""
     return f"{_start(name)}\n{body}\n{_END}"
+
+
+def by_hand(text: str) -> str:
+    """What people wrote: `text` without its blocks."""
+    return _BLOCK.sub("", text)
 
 
 def replaced(text: str, name: str, body: str, page: str) -> str | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from samebits import markdown
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
 
@@ -29,7 +30,7 @@ def problems(recipe: Recipe) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+    return markdown.by_hand(path.read_text()) if path.is_file() else ""
 
 
 def _placeholders(text: str, name: str) -> Iterator[str]:

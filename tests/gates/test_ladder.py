@@ -13,6 +13,7 @@ import yaml
 from samebits import cli, runtime
 from samebits import recipe as recipes
 from samebits.casework import ladder as record
+from samebits.casework import writeup
 from samebits.casework.ladder import Leg, Rung
 from samebits.errors import Refused
 from samebits.gates import ladder, prove
@@ -116,6 +117,14 @@ def test_the_table_is_replaced_and_hand_written_text_is_kept(case):
         assert tail == "\n## gemm: x\n\n- **Cause**: also by hand.\n"
     assert "| `rope` |" in first and "| `rope` |" not in second
     assert "| `logprob` | 0 of 40 | 0 of 40 |" in block
+
+
+def test_what_stands_in_the_block_is_no_text_of_the_write_up(case):
+    before = writeup.problems(case)
+    found = made(rung("stock", 5, 5), rung("rope"))
+    record.write_page(case, replace(found, chip="AMD EPYC <chip>"))
+    assert "EPYC <chip>" in (case.folder / "broke.md").read_text()
+    assert writeup.problems(case) == before
 
 
 @pytest.mark.parametrize(
