@@ -1,8 +1,10 @@
 """One configuration of vLLM, timed in a process of its own.
 
-`python -m samebits.bench.engine_arm IN`: IN names a JSON file of `Arm` with `out`, where the answer
-is written. An aligned arm is started exactly as `RolloutEngine` starts one; any other is vLLM's own
-engine, with no plugin of this package and with weights from a safetensors file.
+`python -m samebits.bench.engine_arm IN`: IN names a JSON file of `Arm` with `ready`, a file that is
+made once the engine runs, and `out`, where the answer is written. It is timed when a line comes
+on standard input, and not if that is closed. An aligned arm is started exactly as `RolloutEngine`
+starts one; any other is vLLM's own engine, with no plugin of this package and
+with weights from a safetensors file.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Arm:
     backend    name of vLLM's attention backend
     compiled   torch.compile and all kinds of CUDA graphs, as vLLM does by itself; else graphs of
                decode steps alone
+    invariant  vLLM's own batch invariance, VLLM_BATCH_INVARIANT=1
     """
 
     name: str
@@ -52,6 +55,7 @@ class Arm:
     runner: int = 1
     backend: str = ""
     compiled: bool = False
+    invariant: bool = False
 
     @property
     def aligned(self) -> bool:
@@ -63,6 +67,12 @@ def prompts(vocabulary: int, count: int, length: int = PROMPT, seed: int = 1) ->
     """Drawn token ids."""
     draw = np.random.default_rng(seed)
     return draw.integers(3, vocabulary, (count, length)).tolist()
+
+
+def cache_bytes(config: Any) -> int:
+    """Bytes of the bf16 keys and values of all pages; `config` as transformers has it."""
+    page = 2 * 2 * BLOCK * config.num_key_value_heads * config.head_dim
+    return page * PAGES * config.num_hidden_layers
 
 
 def _start(arm: Arm) -> Any:
@@ -77,7 +87,6 @@ def _start(arm: Arm) -> Any:
     from vllm import LLM
 
     config = AutoConfig.from_pretrained(arm.model)
-    page = 2 * 2 * BLOCK * config.num_key_value_heads * config.head_dim
     own: dict[str, Any] = {}
     if not arm.compiled:
         own["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -91,11 +100,11 @@ def _start(arm: Arm) -> Any:
         max_num_seqs=REQUESTS,
         block_size=BLOCK,
         num_gpu_blocks_override=PAGES,
-        kv_cache_memory_bytes=page * PAGES * config.num_hidden_layers,
+        kv_cache_memory_bytes=cache_bytes(config),
         enable_prefix_caching=False,
         seed=0,
         disable_log_stats=True,
-        gpu_memory_utilization=0.5,
+        gpu_memory_utilization=0.05,
         attention_config={"backend": arm.backend, **_VERSIONS.get(arm.backend, {})},
         **own,
     )
@@ -157,15 +166,12 @@ def repeated(call: Callable[[], float], best: float | None) -> list[float]:
     return found
 
 
-def measure(arm: Arm, best: dict[str, float]) -> dict[str, Any]:
+def measure(llm: Any, arm: Arm, best: dict[str, float]) -> dict[str, Any]:
     """Seconds of whole runs by mode (an aligned arm has seeds only), and what the gate found.
 
     best   median seconds of the fastest of vLLM's own so far, by mode
     A run ends when its last token is on the host, so it needs no synchronisation.
     """
-    started = time.perf_counter()
-    llm = _start(arm)
-    ready = time.perf_counter() - started
     config = llm.llm_engine.vllm_config
     vocabulary = config.model_config.get_vocab_size()
     wrong, tokens = _gate(llm, vocabulary)
@@ -190,7 +196,6 @@ def measure(arm: Arm, best: dict[str, float]) -> dict[str, Any]:
     for mode, seed in modes.items():
         seconds[mode] = repeated(lambda seed=seed: run(seed), best.get(mode))  # type: ignore[misc]
     return {
-        "ready": round(ready, 1),
         "seconds": seconds,
         "mismatches": wrong,
         "gated": tokens,
@@ -208,11 +213,19 @@ def median(found: dict[str, Any], mode: str) -> float:
 
 
 def main() -> int:
-    """Time the arm that the file named by the first argument describes; returns 0."""
+    """Start the arm described by the file of the first argument, and time it on its turn."""
     given = json.loads(Path(sys.argv[1]).read_text())
-    out, best = Path(given.pop("out")), given.pop("best")
-    found = measure(Arm(**given), best)
-    out.write_text(json.dumps({"arm": asdict(Arm(**given)), **found}))
+    out, ready = (Path(given.pop(name)) for name in ("out", "ready"))
+    arm = Arm(**given)
+    started = time.perf_counter()
+    llm = _start(arm)
+    spent = round(time.perf_counter() - started, 1)
+    ready.touch()
+    line = sys.stdin.readline()
+    if not line:
+        return 0
+    found = measure(llm, arm, json.loads(line))
+    out.write_text(json.dumps({"arm": asdict(arm), "ready": spent, **found}))
     return 0
 
 

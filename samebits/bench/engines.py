@@ -15,14 +15,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +29,11 @@ from samebits import env, files
 from samebits import recipe as recipes
 from samebits.bench import engine_arm
 from samebits.bench.engine_arm import MODES, PASS, REQUESTS, RESPONSE, Arm, median
+from samebits.bench.engine_process import ArmProcess
 from samebits.bench.rollout import loss, trainer_of
 from samebits.contract import Contract, canonical
 from samebits.contract.platform import require
 from samebits.contract.sources import source_hash
-from samebits.engines import rollout_wire as wire
 from samebits.engines.rollout import RolloutSettings
 from samebits.engines.trainer_batch import TrainBatch
 from samebits.errors import Different, Refused, SamebitsError
@@ -46,8 +43,7 @@ from samebits.recipe import Recipe
 
 THROUGHPUT = 1.053  # time allowed beside stock's: 0.95 of its tokens in a second
 STEP = 1.10
-_SECONDS = 240.0  # that a configuration may take
-_LINES = 3  # of a failed configuration's output that are its reason
+_OTHER = 6 << 30  # bytes of an engine that are neither weights nor pages
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -72,7 +68,13 @@ def _folder(case: Recipe) -> Path:
             "recipe": case.digest,
             "contract": Contract.of(case).identity,
             "chip": env.chip(),
-            "sources": source_hash(["samebits.bench.engines", "samebits.bench.engine_arm"]),
+            "sources": source_hash(
+                [
+                    "samebits.bench.engines",
+                    "samebits.bench.engine_arm",
+                    "samebits.bench.engine_process",
+                ]
+            ),
         }
     )
     folder = Workspace.find().build / "bench" / case.case / key[:16]
@@ -149,38 +151,59 @@ def arms(case: Recipe, model: Path, stock: Path) -> tuple[Arm, list[Arm]]:
         for label, backend in (("FA3", "FLASH_ATTN"), ("Triton", "TRITON_ATTN"))
         for runner in (2, 1)
     ]
+    invariant = "vLLM V1, FA3, batch-invariant, compiled"
+    own.append(Arm(invariant, str(stock), None, 1, "FLASH_ATTN", True, invariant=True))
     return Arm("aligned", str(model), plain), own
 
 
 def _rollouts(case: Recipe, model: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """What every configuration measured, the aligned one first.
 
-    One that does not start compiled is tried with graphs of decode steps alone.
+    As many as the GPU holds start together, and are measured in turn. One that does not start
+    compiled is tried with graphs of decode steps alone.
     """
     stock = folder.parent / "model"
     aligned, own = arms(case, model, stock)
-    first = _arm(case, aligned, folder, {})
-    if "failed" in first:
-        raise Refused(
-            "SB0512",
-            seen=first["failed"],
-            required="a running vLLM process",
-            hint="samebits doctor",
-        )
-    yield first
-    if first["mismatches"]:  # the gate is red: nothing is to be timed
-        return
     _write_model(model, stock)
-    best: dict[str, float] = {}
-    for arm in own:
-        found = _arm(case, arm, folder, best)
-        yield found
-        if "failed" in found:
-            plain = {"name": arm.name.replace("compiled", "decode graphs"), "compiled": False}
-            found = _arm(case, Arm(**{**asdict(arm), **plain}), folder, best)
+    with contextlib.ExitStack() as processes:
+        turns = [_Turn(case, arm, folder, processes) for arm in (aligned, *own)]
+        for turn in turns[: _together(stock)]:
+            turn.start()
+        for turn in turns:
+            turn.wait()
+        first = turns[0].measure({})
+        if "failed" in first:
+            raise Refused(
+                "SB0512",
+                seen=first["failed"],
+                required="a running vLLM process",
+                hint="samebits doctor",
+            )
+        yield first
+        if first["mismatches"]:  # the gate is red: nothing is to be timed
+            return
+        best: dict[str, float] = {}
+        for turn in turns[1:]:
+            found = turn.measure(best)
             yield found
-        if "failed" not in found:
-            best = {m: min(median(found, m), best.get(m, np.inf)) for m in MODES}
+            if "failed" in found:
+                name = turn.arm.name.replace("compiled", "decode graphs")
+                plain = replace(turn.arm, name=name, compiled=False)
+                found = _Turn(case, plain, folder, processes).measure(best)
+                yield found
+            if "failed" not in found:
+                best = {m: min(median(found, m), best.get(m, np.inf)) for m in MODES}
+
+
+def _together(model: Path) -> int:
+    """How many engines of a model the free memory of the GPU holds; 1 at least."""
+    import torch
+    from transformers import AutoConfig
+
+    free, _ = torch.cuda.mem_get_info()
+    weights = (model / "model.safetensors").stat().st_size
+    each = weights + engine_arm.cache_bytes(AutoConfig.from_pretrained(model)) + _OTHER
+    return max(1, int(free * 0.9) // each)
 
 
 def _write_model(model: Path, stock: Path) -> None:
@@ -217,67 +240,54 @@ def _environment(case: Recipe, arm: Arm) -> dict[str, str]:
     return variables | {
         "VLLM_PLUGINS": "",
         "VLLM_USE_V2_MODEL_RUNNER": str(arm.runner - 1),
+        "VLLM_BATCH_INVARIANT": str(int(arm.invariant)),
         "TRITON_PTXAS_PATH": str(gpu.ptxas()),
     }
 
 
-def _arm(case: Recipe, arm: Arm, folder: Path, best: Mapping[str, float]) -> dict[str, Any]:
-    """What an arm measured, now or earlier: {name, seconds, ...} or {name, failed}."""
-    stem = "".join(c if c.isalnum() else "-" for c in arm.name)
-    path = folder / f"{stem}.json"
+class _Turn:
+    """A configuration: what it measured earlier, or a process that measures it."""
 
-    def measure() -> dict[str, Any]:
-        sys.stderr.write(f"bench: {arm.name} ...\n")
-        given, out = folder / f"{stem}.in", folder / f"{stem}.out"
-        given.write_text(json.dumps({**asdict(arm), "out": str(out), "best": dict(best)}))
-        out.unlink(missing_ok=True)
-        log = folder / f"{stem}.log"
-        code = _run([sys.executable, "-m", engine_arm.__name__, str(given)], case, arm, log)
-        if code == 0 and out.exists():
-            return {"name": arm.name, **json.loads(out.read_text())}
-        return {"name": arm.name, "failed": reason(log.read_text(errors="replace"), code)}
+    def __init__(self, case: Recipe, arm: Arm, folder: Path, processes: contextlib.ExitStack):
+        self.arm = arm
+        self._case, self._folder, self._processes = case, folder, processes
+        self._stem = "".join(c if c.isalnum() else "-" for c in arm.name)
+        self._process: ArmProcess | None = None
 
-    return _kept(path, measure, aligned=arm.aligned)
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._stem}.json"
 
+    def start(self) -> None:
+        """Start the process, unless the answer is at hand."""
+        if self._process is None and not self._path.exists():
+            sys.stderr.write(f"bench: {self.arm.name} ...\n")
+            environment = _environment(self._case, self.arm)
+            self._process = ArmProcess(self.arm, environment, self._folder, self._stem)
+            self._processes.callback(self._process.stop)
 
-def _run(command: list[str], case: Recipe, arm: Arm, log: Path) -> int | None:
-    """Exit code of a command, its output in `log`; None where it ran out of time."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=_environment(case, arm),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # one group to end, with vLLM's own processes
-        )
-        try:
-            return process.wait(_SECONDS)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    def wait(self) -> None:
+        """Until the engine runs, or has failed; nothing where none was started."""
+        if self._process is not None:
+            self._process.started()
 
+    def measure(self, best: Mapping[str, float]) -> dict[str, Any]:
+        """{name, seconds, ...} or {name, failed}."""
+        self.start()
 
-def reason(log: str, code: int | None) -> str:
-    """Why a configuration did not run: the error that it reported, or the last that it said."""
-    error: SamebitsError | None = wire.find(log)
-    if error is not None:
-        return f"{error.error_id}: {error.seen}"
-    if code is None:
-        return f"not done in {_SECONDS:.0f} s"
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line]
-    return " | ".join((named or lines)[-_LINES:])[:500] or f"exit status {code}"
+        def measured() -> dict[str, Any]:
+            assert self._process is not None
+            return self._process.measure(best)
+
+        return _kept(self._path, measured, aligned=self.arm.aligned)
 
 
 def rollout_rows(case: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Ours against the fastest of vLLM's own, with the same seeds and with none.
 
     Microseconds for each sampled token of all requests. `others` are the configurations that were
-    slower, and those that were not measured with the reason.
+    slower, and those that were not measured with the reason. `differ`: of how many decoded tokens
+    a prefill of the same tokens has other bits, by the gate's small run.
     """
     ours, *own = found
     failed = [
@@ -293,17 +303,23 @@ def rollout_rows(case: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]
             {
                 "work": work.replace(", ", f" against {seeds}, ", 1),
                 "ours": _per_token(ours, "seeded"),
-                "against": {"name": best["name"], "time": _per_token(best, mode)},
+                "against": _beside(best, mode),
                 "ratio": round(median(ours, "seeded") / median(best, mode), 3),
                 "unit": "us/token",
                 "target": THROUGHPUT,
                 "others": [
-                    *({"name": arm["name"], "time": _per_token(arm, mode)} for arm in slower),
+                    *(_beside(arm, mode) for arm in slower),
                     *failed,
                 ],
             }
         )
     return table
+
+
+def _beside(arm: Mapping[str, Any], mode: str) -> dict[str, Any]:
+    """One of vLLM's own configurations in a row."""
+    differ = f"{arm['mismatches']} of {arm['gated']}"
+    return {"name": arm["name"], "time": _per_token(arm, mode), "differ": differ}
 
 
 def _per_token(arm: Mapping[str, Any], mode: str) -> float:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from samebits import recipe
-from samebits.bench import engine_arm, engines
+from samebits.bench import engine_arm, engine_process, engines
 from samebits.bench.engine_arm import Arm
 from samebits.errors import Different, Refused
 
@@ -22,7 +22,8 @@ SCORED = {"scored": [[1, 2], [3, 4]], "mismatches": 0, "gated": 4, "seconds": [0
 
 
 def own(name, seeded, unseeded):
-    return {"name": name, "seconds": {"seeded": seeded, "unseeded": unseeded}, "mismatches": 7}
+    seconds = {"seeded": seeded, "unseeded": unseeded}
+    return {"name": name, "seconds": seconds, "mismatches": 7, "gated": 64}
 
 
 FAST = own("vLLM V2, FA3, compiled", [5.0, 5.1, 5.2], [3.0, 3.1, 3.2])
@@ -43,6 +44,7 @@ def test_ours_is_compared_with_the_fastest_of_each_kind_of_request():
         assert row["work"].startswith("rollout") and row["work"].endswith(", toy")
         assert {"name": BROKEN["name"], "not_measured": BROKEN["failed"]} in row["others"]
         assert len(row["others"]) == 2
+        assert row["against"]["differ"] == "7 of 64"
     assert 0.949 < 1 / seeded["target"] < 0.951
 
 
@@ -96,11 +98,11 @@ def test_a_failure_is_kept_with_its_reason_but_not_ours(tmp_path):
 def test_the_reason_is_the_refusal_or_the_last_error():
     refusal = {"type": "Refused", "id": "SB0504", "seen": "a", "required": "b", "hint": "c"}
     marked = f"(EngineCore) samebits-error: {json.dumps(refusal)}\n"
-    assert engines.reason(f"x\n{marked}RuntimeError: y", 1) == "SB0504: a"
-    assert engines.reason("a\nValueError: no\nmore", 1) == "ValueError: no"
-    assert engines.reason("only this\n", 1) == "only this"
-    assert engines.reason("", 9) == "exit status 9"
-    assert "not done" in engines.reason("", None)
+    assert engine_process.reason(f"x\n{marked}RuntimeError: y", 1) == "SB0504: a"
+    assert engine_process.reason("a\nValueError: no\nmore", 1) == "ValueError: no"
+    assert engine_process.reason("only this\n", 1) == "only this"
+    assert engine_process.reason("", 9) == "exit status 9"
+    assert "not done" in engine_process.reason("", None)
 
 
 def test_a_hopeless_configuration_is_timed_once():
@@ -132,32 +134,95 @@ def test_vllms_own_configurations_see_nothing_of_this_package(case, tmp_path, mo
         variables = engines._environment(case, arm)
         assert not [name for name in variables if name.startswith("SAMEBITS_")]
         assert variables["VLLM_PLUGINS"] == ""
-        found.add((variables["VLLM_USE_V2_MODEL_RUNNER"], arm.backend))
+        runner, invariant = (
+            variables[f"VLLM_{name}"] for name in ("USE_V2_MODEL_RUNNER", "BATCH_INVARIANT")
+        )
+        found.add((runner, arm.backend, invariant))
         assert arm.compiled and arm.model == str(tmp_path / "stock") and not arm.aligned
-    assert found == {(r, b) for r in "01" for b in ("FLASH_ATTN", "TRITON_ATTN")}
+    plain = {(r, b, "0") for r in "01" for b in ("FLASH_ATTN", "TRITON_ATTN")}
+    assert found == plain | {("0", "FLASH_ATTN", "1")}
 
 
-def test_configurations_run_until_the_gate_is_red(case, tmp_path, monkeypatch):
-    asked = []
+@pytest.mark.parametrize("together", [1, 3, 8])
+def test_configurations_run_until_the_gate_is_red(case, tmp_path, monkeypatch, together):
+    asked, started, running = [], [], set()
 
-    def arm(case, given: Arm, folder, best):
-        asked.append((given.name, given.compiled, dict(best)))
-        if given.aligned:
-            return OURS | red
-        if given.backend == "TRITON_ATTN" and given.compiled:
-            return BROKEN | {"name": given.name}
-        return FAST | {"name": given.name}
+    class Process:
+        def __init__(self, arm, environment, folder, stem):
+            self.arm = arm
+            started.append(arm.name)
+            running.add(arm.name)
 
-    monkeypatch.setattr(engines, "_arm", arm)
+        def started(self):
+            return True
+
+        def measure(self, best):
+            arm = self.arm
+            asked.append((arm.name, arm.compiled, dict(best), len(started)))
+            self.stop()
+            if arm.aligned:
+                return OURS | red
+            if arm.backend == "TRITON_ATTN" and arm.compiled:
+                return BROKEN | {"name": arm.name}
+            return FAST | {"name": arm.name}
+
+        def stop(self):
+            running.discard(self.arm.name)
+
+    monkeypatch.setattr(engines, "ArmProcess", Process)
+    monkeypatch.setattr(engines, "_together", lambda _: together)
     monkeypatch.setattr(engines, "_write_model", lambda *_: None)
+
+    def found(folder):
+        for seen in (asked, started):
+            seen.clear()
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return [*engines._rollouts(case, tmp_path, tmp_path / folder)]
+
     red = {}
-    found = [*engines._rollouts(case, tmp_path, tmp_path / "a")]
-    assert len(found) == len(asked) == 7  # two that did not start compiled, again without
-    assert [compiled for _, compiled, _ in asked] == [False, True, True, True, False, True, False]
+    # Two that did not start compiled are tried again without.
+    assert len(found("a")) == len(asked) == 8 and not running
+    compiled = [False, True, True, True, False, True, False, True]
+    assert [row[1] for row in asked] == compiled
     assert asked[1][2] == {} and asked[-1][2] == {"seeded": 5.1, "unseeded": 3.1}
-    asked.clear()
+    assert asked[0][3] == min(together, 6)  # started before the first is timed
+    assert len(found("a")) == 8 and not started  # all kept
     red = {"mismatches": 1}
-    assert len([*engines._rollouts(case, tmp_path, tmp_path / "a")]) == len(asked) == 1
+    assert len(found("b")) == len(asked) == 1 and not running
     red = {"failed": "SB0451: no usable GPU"}
     with pytest.raises(Refused, match="SB0512"):
-        [*engines._rollouts(case, tmp_path, tmp_path / "a")]
+        found("c")
+    assert not running
+
+
+STAND_IN = """
+import json, pathlib, sys
+given = json.loads(pathlib.Path(sys.argv[1]).read_text())
+if given["name"] == "broken":
+    sys.exit("ValueError: no such backend")
+pathlib.Path(given["ready"]).touch()
+line = sys.stdin.readline()
+if given["name"] == "killed":
+    sys.exit(3)
+pathlib.Path(given["out"]).write_text(json.dumps({"best": json.loads(line)}))
+"""
+
+
+def test_a_process_waits_for_its_turn(tmp_path, monkeypatch):
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setattr(engine_arm, "__name__", "stand_in")
+
+    def process(name):
+        environment = {"PYTHONPATH": str(tmp_path)}
+        return engine_process.ArmProcess(Arm(name, "model"), environment, tmp_path, name)
+
+    first, second, never = process("a"), process("b"), process("c")
+    assert first.started() and second.started() and never.started()
+    assert not (tmp_path / "a.out").exists()  # nothing is timed before its turn
+    assert second.measure({"seeded": 2.0}) == {"name": "b", "best": {"seeded": 2.0}}
+    assert first.measure({}) == {"name": "a", "best": {}}
+    never.stop()
+    assert not (tmp_path / "c.out").exists()
+    assert process("broken").measure({})["failed"] == "ValueError: no such backend"
+    assert not process("broken").started()
+    assert "failed" in process("killed").measure({})
