@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from samebits import files
 from samebits.bench import (
     gpu_attention,
+    gpu_fa3,
     gpu_gates,
     gpu_gdn_ahead,
     gpu_gdn_times,
@@ -146,9 +147,9 @@ def _step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor, *
 
 
 def attention_rows() -> Iterator[Row]:
-    """32 query heads, 8 key heads of 128, against torch's own operators.
+    """32 query heads, 8 key heads of 128, against torch's operators and FlashAttention 3 of vLLM.
 
-    Those read contiguous keys; `paged` and `decode` read pages of 16 in random order.
+    torch's read contiguous keys; the others read pages of 16 in random order where ours do.
     """
     heads, key_heads, size = 32, 8, 128
     natives = {
@@ -159,14 +160,17 @@ def attention_rows() -> Iterator[Row]:
     def integers(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device="cuda")
 
+    fa3 = gpu_fa3.at_hand()
+
     def compare(
-        work: Sequence[str], ours: list[Calls], native: Any, target: float
+        work: str, ours: Any, native: Any, target: float, other: Any = None
     ) -> Iterator[Row]:
-        theirs: list[Calls] = [[partial(native, backend)] for backend in natives.values()]
-        times = medians([*theirs, *ours])
-        for name, time in zip(work, times[len(theirs) :], strict=True):
-            for against, their_time in zip(natives, times, strict=False):
-                yield row(name, time, against, their_time, target)
+        theirs = {name: partial(native, backend) for name, backend in natives.items()}
+        if other is not None:
+            theirs[gpu_fa3.NAME] = other
+        times = medians([*([call] for call in theirs.values()), [ours]])
+        for against, time in zip(theirs, times, strict=False):
+            yield row(work, times[-1], against, time, target)
 
     tokens = 8192
     q = torch.randn(tokens, heads, size, device="cuda").bfloat16()
@@ -179,14 +183,17 @@ def attention_rows() -> Iterator[Row]:
     packed = partial(attention_kernels(size)[0].varlen, q, k, v, *cut)
     paged = partial(attention.paged, q, kc, vc, table[None], starts, lengths, tokens, scale)
     shape = f"{tokens} x {heads}/{key_heads} x {size} bf16"
-    work = [f"attention forward {shape}, packed", f"attention forward {shape}, pages of 16"]
-    yield from compare(work, [[packed], [paged]], native, 1.25)
+    other = gpu_fa3.packed(q, k, v, starts, tokens) if fa3 else None
+    yield from compare(f"attention forward {shape}, packed", packed, native, 1.25, other)
+    if fa3:
+        other = gpu_fa3.paged(q, kc, vc, table[None], starts, lengths, tokens, tokens, splits=0)
+    yield from compare(f"attention forward {shape}, pages of 16", paged, native, 1.25, other)
     dy = torch.randn_like(q)
     leaves = [x.transpose(0, 1)[None].detach().requires_grad_() for x in (q, k, v)]
     native = partial(_native_step, leaves=leaves, grad=dy.transpose(0, 1)[None])
-    work = [f"attention forward and backward {shape}, packed"]
-    yield from compare(work, [[partial(_step, q, k, v, dy, *cut)]], native, 1.25)
-    del leaves, dy, native
+    ours = partial(_step, q, k, v, dy, *cut)
+    yield from compare(f"attention forward and backward {shape}, packed", ours, native, 1.25)
+    del leaves, dy, native, other, ours
     for requests, tokens in ((256, 2048), (4, 32768)):
         of_keys = (requests, tokens, key_heads, size)
         q = torch.randn(requests, heads, size, device="cuda").bfloat16()
@@ -199,8 +206,9 @@ def attention_rows() -> Iterator[Row]:
         k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
         native = partial(_native, q=q[:, :, None], k=k, v=v, causal=False)
         name = f"attention decode, {requests} sequences of {tokens}, pages of 16"
-        yield from compare([name], [[ours]], native, 1.10)
-        del k, v, kc, vc, ours, native
+        other = gpu_fa3.paged(q, kc, vc, table, starts, lengths, 1, tokens) if fa3 else None
+        yield from compare(name, ours, native, 1.10, other)
+        del k, v, kc, vc, ours, native, other
 
 
 AREAS: dict[str, tuple[Callable[[], Iterator[str]], Callable[[], Iterator[Row]]]] = {
