@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the generated parts of README.md from evidence, ledgers, recorded rows and pins.
+"""Write the generated parts of pages from evidence, ledgers, recorded rows and pins.
 
     scripts/pages.py            rewrite what stands between `<!-- NAME: generated -->` and its end
     scripts/pages.py --check    change nothing
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from samebits import bench, cases, markdown, recipe
+from samebits.bench import pages as gpu_pages
 from samebits.casework import ladder, steps
 from samebits.errors import NotObserved
 from samebits.patching import pins
@@ -174,6 +175,11 @@ def pin_table() -> str:
     return markdown.table(["upstream", "release", "tag", "patches"], rows)
 
 
+def _on_gpu(make: Callable[..., str], *more: str) -> Callable[[], str]:
+    """A table of the rows that were recorded on a GPU."""
+    return lambda: make([row for row in bench.recorded() if "NVIDIA" in row["hardware"]], *more)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "cases": case_table,
     "steps": step_table,
@@ -181,8 +187,25 @@ PARTS: dict[str, Callable[[], str]] = {
     "bench": bench_table,
     "ladders": ladder_table,
     "pins": pin_table,
+    "gpu-products": _on_gpu(gpu_pages.products),
+    "gpu-rates": _on_gpu(gpu_pages.rates),
+    "gpu-attention": _on_gpu(gpu_pages.attention),
+    "gpu-head": _on_gpu(gpu_pages.head),
+    "gpu-engines": _on_gpu(gpu_pages.engines),
+    "gpu-chunk-row": _on_gpu(gpu_pages.gdn, "chunk_row"),
+    "gpu-cpr": _on_gpu(gpu_pages.gdn, "cpr"),
 }
-PAGES = {"README.md": ("cases", "steps", "controls", "bench", "ladders", "pins")}
+PAGES = {
+    "README.md": ("cases", "steps", "controls", "bench", "ladders", "pins"),
+    "samebits/ops/GPU.md": (
+        "gpu-products",
+        "gpu-rates",
+        "gpu-attention",
+        "gpu-head",
+        "gpu-engines",
+    ),
+    "samebits/ops/gdn/README.md": ("gpu-chunk-row", "gpu-cpr"),
+}
 
 
 def rendered(text: str, names: tuple[str, ...], page: str) -> str:

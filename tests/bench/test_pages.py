@@ -1,0 +1,82 @@
+"""Tables of recorded GPU rows."""
+
+import pytest
+
+from samebits.bench import pages
+
+BASE = {"unit": "us", "hardware": "a GPU", "date": "2026-01-02", "others": []}
+
+
+def row(work, ours, against, time, target=None):
+    ratio = round(ours / time, 3)
+    met = None if target is None else ratio <= target
+    other = {"name": against, "time": time}
+    judged = {"ratio": ratio, "target": target, "met": met}
+    return BASE | judged | {"work": work, "ours": ours, "against": other}
+
+
+ROWS = [
+    row("gemm o 1 x 64 x 32 bf16", 1.0, "cuBLAS", 2.0, 1.1),
+    row("gemm o 8 x 64 x 32 bf16", 3.0, "cuBLAS", 2.0, 1.1),
+    row("gemm o 8 x 64 x 32 bf16, 4 leaves", 2.0, "cuBLAS", 2.0, 1.15),
+    row("rotary 8 x 8 bf16", 10.0, "bytes / 4.3 TB/s", 9.0, 1.25),
+    row("rotary 4 x 4 bf16", 10.0, "bytes / 4.3 TB/s", 5.0, 1.25),
+    row("attention decode", 9.0, "flash", 10.0, 1.1),
+    row("attention decode", 9.0, "cuDNN", 6.0, 1.1),
+    row("lm_head + logprob", 9.0, "cuBLAS", 6.0, None),
+    row("gdn cpr, decode, 4 heads", 9.0, "fla", 6.0, 0.75),
+    row("gdn cpr, decode, 8 heads", 3.0, "fla", 6.0, 0.65),
+    row("gdn chunk_row, decode, 8 heads", 1234.0, "fla", 6.0, 0.65),
+]
+
+
+@pytest.mark.parametrize(
+    ("table", "lines"),
+    [
+        (
+            pages.products,
+            [
+                "| product | N x K | target | M = 1 | M = 8 |",
+                "| o | 32 x 64 | 1.10 | 0.50 | **1.50** |",
+                "| o, 4 leaves | 32 x 64 | 1.15 | - | 1.00 |",
+            ],
+        ),
+        (
+            pages.rates,
+            ["| rotary 8 x 8 bf16 | 10.0 | 0.80 | 0.90 |", "| 10.0 | 0.80 | **0.50** |"],
+        ),
+        (
+            pages.attention,
+            [
+                "| work | ours | target | to flash | to cuDNN |",
+                "| attention decode | 9.0 us | 1.10 | 0.90 | **1.50** |",
+            ],
+        ),
+        (pages.head, ["| lm_head + logprob | 9.0 us | - | 1.50 |"]),
+        (
+            lambda rows: pages.gdn(rows, "cpr"),
+            ["| decode | 0.75, 0.65 | 9.0 (**1.50**) | 3.0 (0.50) |"],
+        ),
+    ],
+)
+def test_a_table_has_the_rows_of_its_kind_and_marks_what_is_missed(table, lines):
+    text = table(ROWS)
+    assert text.startswith("a GPU, 2026-01-02:")
+    for line in lines:
+        assert line in text
+    assert "1,234" not in text and "rotary" not in text.replace("rotary", "", len(lines))
+
+
+def test_engines_have_a_line_for_each_configuration():
+    mine = row("rollout of toys", 2.0, "V2", 1.0, 1.053)
+    mine["against"]["differ"] = "7 of 9"
+    mine["others"] = [{"name": "V1", "time": 4.0}, {"name": "V0", "not_measured": "no such"}]
+    text = pages.engines([*ROWS, mine])
+    for line in (
+        "| rollout of toys | aligned | 2.0 us |  | 0 differ |",
+        "|  | V2 | 1.0 us | **2.00** | 7 of 9 differ |",
+        "|  | V1 | 4.0 us | 0.50 | - |",
+        "|  | V0 | not measured |  | no such |",
+    ):
+        assert line in text
+    assert "gemm" not in text
