@@ -59,6 +59,10 @@ _BY_ARCHITECTURE = {"llama": DENSE, "qwen2": BIASED, "qwen3": DENSE, "qwen3_5_te
 # Every region that a contract can bind.
 REGIONS = tuple(dict.fromkeys(BIASED + HYBRID))
 
+# Regions with operators, laws and probes that neither engine routes a layer to: no architecture has
+# one, so no contract can bind it, and models that need it stay refused.
+UNROUTED = ("attention.window",)
+
 # What one class of an engine computes as a whole: a control aligns all of these or none. The state
 # that vLLM keeps of a recurrent layer has the form of the core's schedule, and its convolution, its
 # l2 norm, its gate and the norm of its output read or write what that class hands on.
@@ -79,6 +83,7 @@ OPERATORS = (
     "gdn",
     "gated_rms_norm",
     "output_gate",
+    "window_attention",
 )
 
 
@@ -128,7 +133,7 @@ _lock = threading.Lock()
 def register(implementation: Implementation) -> Implementation:
     """Add an implementation; a second one for a (region, platform) is a programming error."""
     key = (implementation.region, implementation.platform)
-    if implementation.region not in REGIONS or key in _implementations:
+    if implementation.region not in REGIONS + UNROUTED or key in _implementations:
         raise RuntimeError(f"cannot register {implementation.id} for {key}")
     _implementations[key] = implementation
     return implementation
@@ -158,9 +163,18 @@ def load_all(platform: str = "cpu") -> None:
 
 
 def implementations(platform: str = "cpu") -> dict[str, Implementation]:
-    """Region -> implementation for one platform, in forward order."""
+    """Region -> implementation for one platform, in forward order: what contracts can bind."""
+    return _registered(platform, REGIONS)
+
+
+def unrouted(platform: str = "cpu") -> dict[str, Implementation]:
+    """As `implementations`, of the regions that no contract can bind."""
+    return _registered(platform, UNROUTED)
+
+
+def _registered(platform: str, regions: tuple[str, ...]) -> dict[str, Implementation]:
     load_all(platform)
-    found = {region: _implementations.get((region, platform)) for region in REGIONS}
+    found = {region: _implementations.get((region, platform)) for region in regions}
     return {region: impl for region, impl in found.items() if impl is not None}
 
 

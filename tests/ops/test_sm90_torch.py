@@ -29,6 +29,8 @@ GROUP = object()
 def test_every_region_has_an_implementation_with_sources():
     found = registry.implementations("sm90")
     assert set(found) == set(registry.REGIONS)
+    assert set(registry.unrouted("sm90")) == set(registry.UNROUTED)
+    found |= registry.unrouted("sm90")
     for region, implementation in found.items():
         assert implementation.id == f"{region}.sm90.1" and implementation.platform == "sm90"
         assert len(implementation.content_hash()) == 64
@@ -36,7 +38,8 @@ def test_every_region_has_an_implementation_with_sources():
 
 
 def test_every_module_with_a_kernel_is_bound():
-    bound = {name for x in registry.implementations("sm90").values() for name in x.modules}
+    found = registry.implementations("sm90") | registry.unrouted("sm90")
+    bound = {name for x in found.values() for name in x.modules}
     names = [x.name for x in pkgutil.walk_packages(ops.__path__, "samebits.ops.")]
     holding = {
         value.__module__
@@ -46,7 +49,7 @@ def test_every_module_with_a_kernel_is_bound():
     }
     assert {name for name in holding if name.startswith("samebits.")} - bound == {
         f"samebits.ops.{name}_backward"  # gradients: no promise of bits
-        for name in ("gdn.triton", "attention.triton", "attention.gluon")
+        for name in ("gdn.triton", "attention.triton", "attention.gluon", "window_attention.triton")
     }
 
 
