@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from samebits import files
 from samebits.bench import (
@@ -31,6 +31,7 @@ from samebits.bench import (
     gpu_head,
     gpu_hybrid,
     gpu_public,
+    gpu_window,
 )
 from samebits.bench.gpu_timing import Calls, Row, medians, row
 from samebits.errors import SamebitsError
@@ -125,18 +126,9 @@ def element_rows() -> Iterator[Row]:
         yield bandwidth(f"logprob {rows} x 151936 fp32", rows * 151936 * 4, calls, None)
 
 
-def _native(
-    backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
-) -> torch.Tensor:
-    with sdpa_kernel(backend):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, enable_gqa=True
-        )
-
-
 def _native_step(backend: SDPBackend, leaves: Any, grad: torch.Tensor) -> Any:
     q, k, v = leaves
-    return torch.autograd.grad(_native(backend, q, k, v, True), leaves, grad)
+    return torch.autograd.grad(gpu_attention.sdpa(backend, q, k, v, True), leaves, grad)
 
 
 def _step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dy: torch.Tensor, *cut: Any) -> Any:
@@ -177,7 +169,7 @@ def attention_rows() -> Iterator[Row]:
     k, v = (torch.randn(tokens, key_heads, size, device="cuda").bfloat16() for _ in range(2))
     kc, vc, table = gpu_attention.pages(k, v, 16)
     starts, lengths, scale = integers(0, tokens), integers(tokens), size**-0.5
-    native = partial(_native, q=q.transpose(0, 1)[None], k=k.transpose(0, 1)[None])
+    native = partial(gpu_attention.sdpa, q=q.transpose(0, 1)[None], k=k.transpose(0, 1)[None])
     native = partial(native, v=v.transpose(0, 1)[None], causal=True)
     cut = starts, tokens, scale
     packed = partial(attention_kernels(size)[0].varlen, q, k, v, *cut)
@@ -204,7 +196,7 @@ def attention_rows() -> Iterator[Row]:
         ours = partial(attention.decode, q, kc, vc, table, starts, lengths, tokens, scale)
         # [R, G, T, D] in memory: the layout torch reads fastest.
         k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
-        native = partial(_native, q=q[:, :, None], k=k, v=v, causal=False)
+        native = partial(gpu_attention.sdpa, q=q[:, :, None], k=k, v=v, causal=False)
         name = f"attention decode, {requests} sequences of {tokens}, pages of 16"
         other = gpu_fa3.paged(q, kc, vc, table, starts, lengths, 1, tokens) if fa3 else None
         yield from compare(name, ours, native, 1.10, other)
@@ -217,6 +209,7 @@ AREAS: dict[str, tuple[Callable[[], Iterator[str]], Callable[[], Iterator[Row]]]
     "gemm": (gpu_gates.gemm_gates, gemm_rows),
     "head": (gpu_head.gates, gpu_head.rows),
     "gdn": (gpu_gdn_ahead.gates, gpu_gdn_times.rows),
+    "window": (gpu_window.gates, gpu_window.rows),
 }
 
 PUBLIC = {"public": gpu_public.AREAS, "hybrid": gpu_hybrid.AREAS}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samebits.bench.gpu_gates import Tally
 from samebits.bench.gpu_timing import replayed
@@ -87,6 +88,16 @@ def pages(k: torch.Tensor, v: torch.Tensor, page: int) -> Operands:
         cache[table] = padded.view(count, page, *x.shape[1:])
         caches.append(cache)
     return caches[0], caches[1], table.int()
+
+
+def sdpa(
+    backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+) -> torch.Tensor:
+    """torch's own attention by one of its kernels: q [B, H, T, D], k and v [B, G, S, D]."""
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=True
+        )
 
 
 def _integers(values: list[int]) -> torch.Tensor:

@@ -23,15 +23,27 @@ def at_hand() -> bool:
     return bool(is_fa_version_supported(3))
 
 
+def _seen(window: int) -> tuple[int, int]:
+    return (window, 0) if window >= 0 else (-1, -1)
+
+
 def packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    window: int = -1,
 ) -> Callable[[], torch.Tensor]:
-    """Causal attention of packed sequences: q [T, H, D], k and v [T, G, D] bf16, starts [B + 1]."""
+    """Causal attention of packed sequences: q [T, H, D], k and v [T, G, D] bf16, starts [B + 1].
+
+    window   keys before a token's own that it sees; -1: all
+    """
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     return partial(
         flash_attn_varlen_func, q, k, v, longest, starts, longest, cu_seqlens_k=starts,
-        causal=True, fa_version=3,
+        causal=True, window_size=list(_seen(window)), fa_version=3,
     )  # fmt: skip
 
 
@@ -51,11 +63,11 @@ def paged(
 
     most, longest   query tokens and keys of the largest request
     splits          parts that keys may be cut into; 0 lets the kernel choose
-    window          keys before a token's own that it sees; -1: all
+    window          as in `packed`
     """
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
-    seen = (window, 0) if window >= 0 else (-1, -1)
+    seen = _seen(window)
     schedule = get_scheduler_metadata(
         lengths.numel(), most, longest, q.shape[1], key_cache.shape[2], q.shape[2], lengths,
         torch.bfloat16, cu_seqlens_q=starts, page_size=key_cache.shape[1], causal=True,
