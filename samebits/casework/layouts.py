@@ -263,7 +263,7 @@ def check(model: Model, layout: Layout, target: str) -> None:
         raise Refused(
             "SB0916",
             seen=f"{model.name}: not covered: {'; '.join(map(str, model.gaps))}",
-            required="a model whose regions all have an operator",
+            required="a model whose regions all have an operator that both engines route to",
             hint="samebits explain SB0916",
         )
     wrong = refused(model, layout)

@@ -34,7 +34,7 @@ _BIASES = {
 # Classes whose log-probabilities are computed as those of an architecture that contracts know.
 # MiMo has Qwen2's layers; what it has besides predicts tokens further ahead, and is not read.
 _ALIKE = {"MiMoForCausalLM": "qwen2"}
-_WINDOWS = ("sliding_attention", "chunked_attention")
+_LAYERS = {"sliding_attention": "attention.window", "chunked_attention": "attention.chunked"}
 # Entry -> region, where any value but the neutral ones moves bits.
 _SCALES = {
     "final_logit_softcapping": ("logits.softcap", (None,)),
@@ -69,10 +69,19 @@ _IMPLIED = {  # model type -> what its code does without an entry that says so
 
 @dataclass(frozen=True)
 class Gap:
-    """A region that no operator covers, and what in the configuration asks for it."""
+    """A region that keeps a contract from covering a model, and what asks for it.
+
+    Either no operator computes it, or one does and neither engine routes a layer to it.
+    """
 
     region: str
     because: str
+
+    def routed(self) -> Gap:
+        """The same, saying so where an operator is there and its route is not."""
+        if self.region not in registry.UNROUTED:
+            return self
+        return Gap(self.region, f"{self.because}; an operator exists, neither engine routes to it")
 
     def __str__(self) -> str:
         return f"{self.region} ({self.because})"
@@ -185,7 +194,7 @@ def gaps(config: Mapping[str, Any]) -> list[Gap]:
         ]
     else:
         found.append(Gap("engine hooks", f"neither engine's hooks know {name}"))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(gap.routed() for gap in found))
 
 
 def refuse_gaps(config: Mapping[str, Any], what: str) -> None:
@@ -229,8 +238,8 @@ def _attention_gaps(config: Mapping[str, Any], name: str) -> Iterator[Gap]:
     window = config.get("sliding_window")
     if config.get("use_sliding_window", window is not None) and window:
         yield Gap("attention.window", f"sliding_window={window}")
-    for kind in sorted(set(config.get("layer_types") or ()) & set(_WINDOWS)):
-        yield Gap("attention.window", f"layer_types: {kind}")
+    for kind in sorted(set(config.get("layer_types") or ()) & set(_LAYERS)):
+        yield Gap(_LAYERS[kind], f"layer_types: {kind}")
     if not config.get("is_causal", True):
         yield Gap("attention.whole", "is_causal=false")
     if config.get("qk_norm"):

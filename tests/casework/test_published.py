@@ -54,6 +54,7 @@ GAPS = [
     ({"layer_types": ["linear_attention", "full_attention"]}, "gdn.core"),
     ({"sliding_window": 4096}, "attention.window"),
     ({"layer_types": ["sliding_attention"]}, "attention.window"),
+    ({"layer_types": ["chunked_attention"]}, "attention.chunked"),
     ({"attention_bias": True}, "gemm.row_bias"),
     ({"mlp_bias": True}, "gemm.row_bias"),
     ({"qkv_bias": True}, "gemm.bias"),
@@ -96,6 +97,18 @@ def test_each_entry_names_the_region_it_needs(published, operators, changes, reg
 )
 def test_neutral_entries_are_no_gap(published, operators, changes):
     assert reading.gaps(reading.read(published(**changes))) == []
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sliding_window": 4096}, {"layer_types": ["sliding_attention"]}]
+)
+def test_a_window_stays_a_gap_and_says_that_its_operator_is_there(published, operators, changes):
+    assert "attention.window" in registry.unrouted("cpu")
+    (gap,) = reading.gaps(reading.read(published(**changes)))
+    assert gap.region == "attention.window"
+    assert gap.because.endswith("an operator exists, neither engine routes to it")
+    (other,) = reading.gaps(reading.read(published(kv_lora_rank=512)))
+    assert "operator" not in other.because
 
 
 def test_gdn_heads_of_another_size_are_a_gap(published, hybrid, operators):
