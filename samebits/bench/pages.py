@@ -1,0 +1,149 @@
+"""Tables of rows recorded on a GPU, which `scripts/pages.py` puts beside the kernels.
+
+A ratio is our time by the other's; one in bold misses its target.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from samebits import markdown
+
+Row = dict[str, Any]
+_PRODUCT = re.compile(r"gemm (\w+) (\d+) x (\d+) x (\d+) bf16(?:, (\d) leaves)?")
+_GDN = re.compile(r"gdn (\w+), (.+), (\d+) heads")
+_BYTES = "bytes / 4.3 TB/s"
+
+
+def _bold(text: str, met: bool | None) -> str:
+    return f"**{text}**" if met is False else text
+
+
+def _ratio(row: Row) -> str:
+    return _bold(f"{row['ratio']:.2f}", row["met"])
+
+
+def _target(rows: Iterable[Row]) -> str:
+    """The targets of rows beside one another: one where they agree."""
+    found = ["-" if row["target"] is None else f"{row['target']:.2f}" for row in rows]
+    return found[0] if len(set(found)) == 1 else ", ".join(found)
+
+
+def _about(rows: Sequence[Row]) -> str:
+    """Where and when."""
+    dates = sorted({row["date"] for row in rows})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{', '.join(sorted({row['hardware'] for row in rows}))}, {when}:"
+
+
+def products(rows: Sequence[Row]) -> str:
+    """Matrix products: a line for each shape and number of leaves, a column for each M."""
+    found: dict[tuple[str, ...], dict[int, Row]] = {}
+    for row in rows:
+        parts = _PRODUCT.fullmatch(row["work"])
+        if parts:
+            name, m, k, n, leaves = parts.groups()
+            line = (name + (f", {leaves} leaves" if leaves else ""), f"{n} x {k}")
+            found.setdefault(line, {})[int(m)] = row
+    sizes = sorted({m for line in found.values() for m in line})
+    header = ["product", "N x K", "target", *(f"M = {m}" for m in sizes)]
+    lines = [
+        [*name, _target(line.values()), *(_ratio(line[m]) if m in line else "-" for m in sizes)]
+        for name, line in found.items()
+    ]
+    used = [row for line in found.values() for row in line.values()]
+    return f"{_about(used)}\n\n{markdown.table(header, lines)}"
+
+
+def rates(rows: Sequence[Row]) -> str:
+    """Operators that are bound by memory: microseconds, and the share of its rate."""
+    used = [row for row in rows if row["against"]["name"] == _BYTES]
+    lines = [
+        [
+            row["work"],
+            f"{row['ours']:,}",
+            "-" if row["target"] is None else f"{1 / row['target']:.2f}",
+            _bold(f"{1 / row['ratio']:.2f}", row["met"]),
+        ]
+        for row in used
+    ]
+    header = ["work", "microseconds", "target", "share of 4.3 TB/s"]
+    return f"{_about(used)}\n\n{markdown.table(header, lines)}"
+
+
+def _beside(rows: Sequence[Row], kind: str) -> tuple[list[Row], str]:
+    """(rows, table) of works that start with a word: a column for each thing compared with."""
+    used = [row for row in rows if row["work"].split()[0] == kind]
+    names = list(dict.fromkeys(row["against"]["name"] for row in used))
+    works: dict[str, dict[str, Row]] = {}
+    for row in used:
+        works.setdefault(row["work"], {})[row["against"]["name"]] = row
+    lines = [
+        [
+            work,
+            f"{next(iter(line.values()))['ours']:,} {used[0]['unit']}",
+            _target(line.values()),
+            *(_ratio(line[name]) if name in line else "-" for name in names),
+        ]
+        for work, line in works.items()
+    ]
+    return used, markdown.table(["work", "ours", "target", *(f"to {n}" for n in names)], lines)
+
+
+def attention(rows: Sequence[Row]) -> str:
+    """Attention beside every native operator that was at hand."""
+    used, table = _beside(rows, "attention")
+    return f"{_about(used)}\n\n{table}"
+
+
+def head(rows: Sequence[Row]) -> str:
+    """Output layer and log-probabilities together."""
+    used, table = _beside(rows, "lm_head")
+    return f"{_about(used)}\n\n{table}"
+
+
+def engines(rows: Sequence[Row]) -> str:
+    """Whole engines: ours, then every configuration that it was compared with."""
+    used = [row for row in rows if row["work"].split()[0] in ("rollout", "trainer")]
+    lines = []
+    for row in used:
+        lines.append([row["work"], "aligned", _time(row, row["ours"]), "", "0 differ"])
+        for other in (row["against"], *row.get("others", ())):
+            if "not_measured" in other:
+                lines.append(["", other["name"], "not measured", "", other["not_measured"]])
+                continue
+            ratio = row["ours"] / other["time"]
+            first = other is row["against"]
+            shown = _ratio(row) if first else f"{ratio:.2f}"
+            differ = f"{other['differ']} differ" if "differ" in other else "-"
+            lines.append(["", other["name"], _time(row, other["time"]), shown, differ])
+    header = ["work", "configuration", "time", "ours by it", "decode and prefill"]
+    target = ", ".join(dict.fromkeys(f"{row['target']:.2f}" for row in used))
+    return f"{_about(used)} targets {target}, of the fastest\n\n{markdown.table(header, lines)}"
+
+
+def _time(row: Row, value: float) -> str:
+    return f"{value:,} {row['unit']}"
+
+
+def gdn(rows: Sequence[Row], schedule: str) -> str:
+    """Gated delta nets by one schedule: microseconds, and in brackets the ratio to FLA."""
+    found: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        parts = _GDN.fullmatch(row["work"])
+        if parts and parts[1] == schedule:
+            found.setdefault(parts[2], {})[int(parts[3])] = row
+    heads = sorted({n for line in found.values() for n in line})
+    lines = [
+        [
+            work,
+            _target(line[n] for n in heads if n in line),
+            *(f"{line[n]['ours']:,} ({_ratio(line[n])})" if n in line else "-" for n in heads),
+        ]
+        for work, line in found.items()
+    ]
+    used = [row for line in found.values() for row in line.values()]
+    header = [schedule, "target", *(f"{n} heads" for n in heads)]
+    return f"{_about(used)}\n\n{markdown.table(header, lines)}"
