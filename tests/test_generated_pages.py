@@ -30,7 +30,10 @@ def one_case(monkeypatch, tmp_path):
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     for part in ("controls", "ladders"):  # read from the folders of cases
         monkeypatch.setitem(pages.PARTS, part, lambda: "")
-    (tmp_path / "README.md").write_text(EMPTY)
+    for page in pages.PAGES:
+        path = tmp_path / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(EMPTY)
     return tmp_path / "README.md"
 
 
