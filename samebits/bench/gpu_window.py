@@ -320,7 +320,7 @@ def _prefill(fa3: bool) -> Iterator[Row]:
     starts, lengths = integers(0, tokens), integers(tokens)
     tables = table[None], starts, lengths
     shape = f"{tokens} x {HEADS}/{KEY_HEADS} x {SIZE} bf16"
-    name = f"attention, window {window}, forward {shape}"
+    name = f"windowed attention forward {shape}, window {window}"
     packed = partial(attention.varlen, *given, starts, tokens, scale, window)
     paged = partial(attention.paged, q, kc, vc, *tables, tokens, scale, window)
     if fa3:
@@ -344,7 +344,7 @@ def _prefill(fa3: bool) -> Iterator[Row]:
         return back.gradients(*given, y, norms, dy, *cut)
 
     mine, other = (partial(step, *x) for x in modules)
-    name = f"attention, window {window}, forward and backward {shape}, packed"
+    name = f"windowed attention forward and backward {shape}, window {window}, packed"
     yield from _timed({name: mine}, {"attention without a window, packed": other}, None)
 
 
@@ -370,7 +370,9 @@ def _decode(fa3: bool) -> Iterator[Row]:
     if fa3:
         cut = *tables, 1, tokens
         theirs[gpu_fa3.NAME] = gpu_fa3.paged(q, kc, vc, *cut, window=window - 1)
-    name = f"attention, window {window}, decode, {requests} sequences of {tokens}, pages of 16"
+    name = (
+        f"windowed attention decode, window {window}, {requests} sequences of {tokens}, pages of 16"
+    )
     ours: Named = {name: partial(attention.decode, q, kc, vc, *tables, tokens, scale, window)}
     yield from _compare(ours, theirs, 1.10)
     full = partial(whole.decode, q, kc, vc, *tables, tokens, scale)

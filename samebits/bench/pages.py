@@ -98,6 +98,12 @@ def attention(rows: Sequence[Row]) -> str:
     return f"{_about(used)}\n\n{table}"
 
 
+def windowed(rows: Sequence[Row]) -> str:
+    """Attention with a window, beside what has the same window and beside our own without one."""
+    used, table = _beside(rows, "windowed")
+    return f"{_about(used)}\n\n{table}" if used else "Not measured."
+
+
 def head(rows: Sequence[Row]) -> str:
     """Output layer and log-probabilities together."""
     used, table = _beside(rows, "lm_head")

@@ -9,7 +9,9 @@ pytest.importorskip("triton")
 
 from test_attention_sm90 import SCALE, operands
 
-from samebits.bench import gpu_window
+from samebits.bench import gpu_public, gpu_window, pages
+from samebits.bench.gpu_public import Area
+from samebits.errors import Different
 from samebits.ops.attention import reference_sm90 as whole
 from samebits.ops.window_attention import reference_sm90 as law
 
@@ -69,7 +71,36 @@ def test_partitions_counted_from_the_window_have_other_bits(on_cpu):
     assert not torch.equal(y, law.attend(q[at], k[first:], v[first:], at - first, SCALE, window))
 
 
+def finished(name: str, checks: int, *wrong: str) -> Area:
+    area = Area(name)
+    area.checks, area.elements, area.wrong, area.notes = checks, 8 * checks, list(wrong), ["a note"]
+    return area
+
+
+def test_what_differs_in_any_process_turns_the_gate_red(monkeypatch):
+    areas = [finished("heads_of_64", 3), finished("public", 2)]
+    monkeypatch.setattr(gpu_window, "isolated", lambda checks, limit: iter(areas))
+    first, second = gpu_window.gates()
+    assert "3 comparisons, 24 elements, 0 differ" in first and "a note" in second
+    for other in (finished("gradients", 4, "dq: 1 of 32 elements differ"), finished("idle", 0)):
+        areas[1:] = [other]
+        with pytest.raises(Different) as caught:
+            list(gpu_window.gates())
+        assert other.name in caught.value.seen
+
+
+def test_rows_have_a_table_of_their_own():
+    assert pages.windowed([]) == "Not measured."
+    row = {
+        "unit": "us", "hardware": "a GPU", "date": "2026-01-02", "ratio": 1.5, "target": 1.25,
+        "met": False, "work": "windowed attention decode", "ours": 3.0, "against": {"name": "FA3"},
+    }  # fmt: skip
+    assert "| windowed attention decode | 3.0 us | 1.25 | **1.50** |" in pages.windowed([row])
+    assert "windowed" not in pages.attention([row | {"work": "attention decode"}, row])
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("gate", ["law", "views", "gradients"])
-def test_gate(gate):
-    assert "0 differ" in getattr(gpu_window, f"gate_{gate}")()
+@pytest.mark.parametrize("check", gpu_window.CHECKS)
+def test_gate(check):
+    area = gpu_public.run(check)
+    assert area.checks and not area.wrong
