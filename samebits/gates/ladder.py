@@ -45,6 +45,9 @@ STOCK = "stock"
 GDN = "gdn"
 # They are most of the work: what the others cost shows best beside them. Others in forward order.
 _FIRST = ("gemm.column", "gemm.bias", "gemm.row", "gemm.lm_head")
+# On a GPU stock's cross entropy works in place on the logits; autograd forbids that on a view which
+# our output layer's function returns, so that our log-softmax has to be there first.
+_BEFORE_HEAD = "logprob"
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,14 @@ class Size:
         return replace(few, flag=" --ladder --quick") if quick else size
 
 
-def rungs(architecture: str, order: Sequence[str] = ()) -> list[tuple[str, frozenset[str]]]:
+def rungs(
+    architecture: str, order: Sequence[str] = (), platform: str = "cpu"
+) -> list[tuple[str, frozenset[str]]]:
     """(name, regions that are aligned) of every rung, from `stock` up.
 
     order   rungs that come first; of the others matrix products, and then the rest in forward
-            order (`ops.registry`). SB0927 for a name that is no rung of the model, or given twice
+            order (`ops.registry`). SB0927 for a name that is no rung of the model, or given twice,
+            and on a GPU for `gemm.lm_head` before `logprob`
     """
     known: dict[str, set[str]] = {}
     for region in registry.regions_of(architecture):
@@ -92,8 +98,18 @@ def rungs(architecture: str, order: Sequence[str] = ()) -> list[tuple[str, froze
             hint="samebits explain SB0927",
         )
     found: list[tuple[str, frozenset[str]]] = [(STOCK, frozenset())]
-    products = (name for name in _FIRST if name in known)
-    for name in dict.fromkeys((*order, *products, *known)):
+    products = [name for name in _FIRST if name in known]
+    if platform != "cpu":
+        products.insert(products.index("gemm.lm_head"), _BEFORE_HEAD)
+    names = [*dict.fromkeys((*order, *products, *known))]
+    if platform != "cpu" and names.index("gemm.lm_head") < names.index(_BEFORE_HEAD):
+        raise Refused(
+            "SB0927",
+            seen=f"--order {','.join(order)}",
+            required=f"on a GPU {_BEFORE_HEAD} before gemm.lm_head",
+            hint="samebits explain SB0927",
+        )
+    for name in names:
         found.append((name, found[-1][1] | known[name]))
     return found
 
@@ -106,7 +122,7 @@ def climb(
     A rung that was measured under the same sources is not run again; `fresh` runs all of them.
     """
     recipe = recipes.load(case)
-    steps = rungs(recipe.architecture, order)
+    steps = rungs(recipe.architecture, order, recipe.platform)
     if not quick:
         record.require_page(recipe)  # before hours of work that it could not take
     size = Size.of(recipe.platform, quick=quick)

@@ -52,6 +52,19 @@ def test_named_rungs_come_first_then_products_and_the_others_in_forward_order():
     assert names == ["stock", "logprob", "rope", *products, *rest]
 
 
+def test_on_a_gpu_the_log_softmax_comes_before_the_output_layer():
+    for architecture in ("qwen3", "qwen3_5_text"):
+        names = [name for name, _ in ladder.rungs(architecture, platform="sm90")]
+        at = names.index("gemm.lm_head")
+        assert names[at - 1] == "logprob" and names.index("gemm.row") < at
+        cpu = [name for name, _ in ladder.rungs(architecture)]
+        assert sorted(names) == sorted(cpu) and cpu.index("gemm.lm_head") < cpu.index("logprob")
+    with pytest.raises(Refused, match="SB0927") as refused:
+        ladder.rungs("qwen3", ["gemm.lm_head"], "sm90")
+    assert "logprob before gemm.lm_head" in refused.value.required
+    assert ladder.rungs("qwen3", ["logprob", "gemm.lm_head"], "sm90")
+
+
 @pytest.mark.parametrize("order", [["rope", "rope"], ["gdn.core"], ["softmax"], [""]])
 def test_a_name_that_is_no_rung_is_refused(order):
     with pytest.raises(Refused, match="SB0927") as refused:
