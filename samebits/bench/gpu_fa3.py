@@ -5,20 +5,28 @@ At hand only where vLLM's compiled extension is; without it there are no rows of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from samebits import patching
+from samebits.errors import Refused
+
 NAME = "vLLM's FlashAttention 3"
+_TREE = "smollm2-135m"  # whichever series: no patch touches it
 _SPLITS = 32  # vLLM's limit of splits inside CUDA graphs
 
 
 def at_hand() -> bool:
-    """Whether vLLM's extension loads and runs on this GPU."""
+    """Whether vLLM's extension loads and runs on this GPU; puts vLLM's tree on the path."""
     try:
+        tree = str(patching.tree_path("vllm", _TREE))
+        if tree not in sys.path:
+            sys.path.insert(0, tree)
         from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
-    except ImportError:
+    except (ImportError, Refused):
         return False
     return bool(is_fa_version_supported(3))
 
