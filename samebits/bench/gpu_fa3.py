@@ -5,6 +5,7 @@ At hand only where vLLM's compiled extension is; without it there are no rows of
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,7 @@ _SPLITS = 32  # vLLM's limit of splits inside CUDA graphs
 def at_hand() -> bool:
     """Whether vLLM's extension loads and runs on this GPU; puts vLLM's tree on the path."""
     try:
+        os.environ.setdefault("VLLM_PLUGINS", "")  # stock's platform
         tree = str(patching.tree_path("vllm", _TREE))
         if tree not in sys.path:
             sys.path.insert(0, tree)
