@@ -51,6 +51,7 @@ class RolloutSettings:
     platform     `cpu` or `sm90`, as `runtime.platform`
     kv_blocks    pages of the KV cache; few of them force preemption
     cuda_graphs  replay captured decode steps (on a GPU); else every step is eager
+    ahead        on a GPU, prepare a step while the one before runs (vLLM's async_scheduling)
     arithmetic   `aligned`, or for negative controls `stock` or `runtime.only(regions)`
     fault        name of a planted fault (negative controls only)
     trace        folder to record operators in while it exists (`samebits.trace`)
@@ -69,6 +70,7 @@ class RolloutSettings:
     block_size: int = 16
     prefix_caching: bool = True
     cuda_graphs: int = 0
+    ahead: bool = False
     seed: int = 0
     arithmetic: str = "aligned"
     fault: str | None = None

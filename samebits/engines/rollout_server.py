@@ -52,7 +52,7 @@ class Server:
             seed=settings["seed"],
             mamba_ssm_cache_dtype="float32",  # of recurrent layers, where the model has some
             disable_log_stats=True,
-            **(_on_gpu(settings["cuda_graphs"]) if on_gpu else {}),
+            **(_on_gpu(settings["cuda_graphs"], settings["ahead"]) if on_gpu else {}),
         )
 
     def generate(self, requests: list[Request]) -> list[Completion]:
@@ -167,9 +167,9 @@ class Server:
         )
 
 
-def _on_gpu(cuda_graphs: bool) -> dict[str, Any]:
-    """Settings that a GPU needs besides: steps in order, and what a captured step is."""
-    own: dict[str, Any] = {"async_scheduling": False, "gpu_memory_utilization": _FREE}
+def _on_gpu(cuda_graphs: bool, ahead: bool) -> dict[str, Any]:
+    """Settings that a GPU needs besides: how steps follow, and what a captured step is."""
+    own: dict[str, Any] = {"async_scheduling": ahead, "gpu_memory_utilization": _FREE}
     if cuda_graphs:
         own["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return own

@@ -48,6 +48,21 @@ def test_ours_is_compared_with_the_fastest_of_each_kind_of_request():
     assert 0.949 < 1 / seeded["target"] < 0.951
 
 
+def test_another_aligned_configuration_is_shown_and_never_compared_with():
+    ahead = OURS | {"name": "ahead", "seconds": {"seeded": [3.0]}}
+    for found in ([OURS, FAST, ahead], [OURS, ahead, FAST]):
+        for made in engines.rollout_rows("toy", found):
+            assert made["against"]["name"] == FAST["name"]
+            (other,) = made["others"]
+            tokens = engine_arm.REQUESTS * engine_arm.RESPONSE
+            assert other == {
+                "name": "ahead",
+                "time": round(3e6 / tokens, 2),
+                "differ": "0 of 64",
+            }
+    assert engines.rollout_rows("toy", [OURS, ahead]) == []
+
+
 def test_without_anything_to_compare_with_there_is_no_row():
     assert engines.rollout_rows("toy", [OURS, BROKEN]) == []
     for arm in ("aligned", "stock"):
@@ -130,6 +145,8 @@ def test_vllms_own_configurations_see_nothing_of_this_package(case, tmp_path, mo
     json.dumps(aligned.settings)
     assert aligned.settings["cuda_graphs"] == 1
     found = set()
+    *others, ahead = others
+    assert ahead.aligned and ahead.settings == aligned.settings | {"ahead": True}
     for arm in others:
         variables = engines._environment(case, arm)
         assert not [name for name in variables if name.startswith("SAMEBITS_")]
@@ -161,7 +178,7 @@ def test_configurations_run_until_the_gate_is_red(case, tmp_path, monkeypatch, t
             asked.append((arm.name, arm.compiled, dict(best), len(started)))
             self.stop()
             if arm.aligned:
-                return OURS | red
+                return OURS | {"name": arm.name} | red
             if arm.backend == "TRITON_ATTN" and arm.compiled:
                 return BROKEN | {"name": arm.name}
             return FAST | {"name": arm.name}
@@ -181,12 +198,12 @@ def test_configurations_run_until_the_gate_is_red(case, tmp_path, monkeypatch, t
 
     red = {}
     # Two that did not start compiled are tried again without.
-    assert len(found("a")) == len(asked) == 8 and not running
-    compiled = [False, True, True, True, False, True, False, True]
+    assert len(found("a")) == len(asked) == 9 and not running
+    compiled = [False, True, True, True, False, True, False, True, False]
     assert [row[1] for row in asked] == compiled
     assert asked[1][2] == {} and asked[-1][2] == {"seeded": 5.1, "unseeded": 3.1}
-    assert asked[0][3] == min(together, 6)  # started before the first is timed
-    assert len(found("a")) == 8 and not started  # all kept
+    assert asked[0][3] == min(together, 7)  # started before the first is timed
+    assert len(found("a")) == 9 and not started  # all kept
     red = {"mismatches": 1}
     assert len(found("b")) == len(asked) == 1 and not running
     red = {"failed": "SB0451: no usable GPU"}
