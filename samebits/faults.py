@@ -212,6 +212,20 @@ def _unsynced_tensor() -> None:
     weights.load = load
 
 
+def _stale_export() -> None:
+    """The trainer sends its norms as they were at its first export, in every refit (SB0710)."""
+    from samebits.engines.trainer import Trainer
+
+    right, kept = Trainer.export_weights, dict[str, Any]()
+
+    def export_weights(self):
+        for name, tensor in right(self):
+            is_norm = name.endswith("norm.weight")
+            yield name, kept.setdefault(name, tensor) if is_norm else tensor
+
+    Trainer.export_weights = export_weights  # type: ignore[method-assign]
+
+
 PLANTED = {
     "k_cut_by_rows": _k_cut_by_rows,
     "rope_base_doubled": _rope_base_doubled,
@@ -226,6 +240,7 @@ PLANTED = {
     "stale_prefix_cache": _stale_prefix_cache,
     "prefix_cache_not_reset": _prefix_cache_not_reset,
     "unsynced_tensor": _unsynced_tensor,
+    "stale_export": _stale_export,
 }
 
 

@@ -36,6 +36,8 @@ from samebits.engines.trainer_model import Architecture, build_model
 from samebits.engines.trainer_slots import Slot, slots
 from samebits.errors import Refused
 from samebits.hooks.megatron import device
+from samebits.weights import wide
+from samebits.weights.checksums import tensor_checksum
 
 # Rows of logits that exist at one time while scoring, by the kind of device: of 49152 columns
 # 24 MiB on a CPU, 768 MiB on a GPU, where few rows leave most of it idle.
@@ -215,6 +217,36 @@ class Trainer:
         Collective: every rank must run the iterator to its end. SB0612 when copies differ.
         """
         yield from self._whole(torch.Tensor.detach)
+
+    @torch.no_grad()
+    def live_checksums(self) -> dict[str, int]:
+        """Published name -> `checksums.tensor_checksum` of the whole tensor, of the parameters that
+        the model computes with now; every rank sums its own shard where it lies.
+
+        Collective. SB0710 where a published tensor would be read from memory that is no parameter.
+        """
+        self._require_weights()
+        places = list(slots(self.arch, self.model, self.tp_size))
+        live = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        halves = torch.zeros((len(places), 2), dtype=torch.int64)  # a copy counts on rank 0 only
+        for row, slot in zip(halves, places, strict=True):
+            if slot.view.untyped_storage().data_ptr() not in live:
+                raise Refused(
+                    "SB0710",
+                    seen=f"`{slot.name}` from memory that is no parameter at step {self.step}",
+                    required="the parameter that the model computes with",
+                    hint="samebits explain SB0710",
+                )
+            if slot.shard_dim is None and self.tp_rank:
+                continue
+            index = slot.index(self.tp_rank, self.tp_size)
+            sums = tensor_checksum(slot.local(self.tp_size), shape=slot.shape, index=index)
+            row.copy_(torch.tensor([wide.signed(sums), wide.signed(sums >> 64)]))
+        ranks = [torch.empty_like(halves) for _ in range(self.tp_size)]
+        dist.all_gather(ranks, halves, group=self.group)
+        of_ranks = zip(*(map(wide.digest, rank) for rank in ranks), strict=True)
+        sums_of = (bits.add_digests(*shares) for shares in of_ranks)
+        return {slot.name: total for slot, total in zip(places, sums_of, strict=True)}
 
     def export_bytes(self) -> int:
         """Bytes of everything that `export_weights` yields, each tensor rounded up to 64."""

@@ -7,10 +7,12 @@ here undo that, so loading and exporting are plain copies.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from samebits.engines.trainer_model import Architecture
@@ -47,11 +49,23 @@ class Slot:
         return whole.reshape(self.view.shape)
 
     def local(self, ranks: int) -> torch.Tensor:
-        """`view` as a contiguous tensor with the published tensor's dimensions."""
+        """`view` as a contiguous tensor with the dimensions of the published tensor."""
         shape = list(self.shape)
         if self.shard_dim is not None:
             shape[self.shard_dim] //= ranks
         return self.view.reshape(shape).contiguous()
+
+    def index(self, rank: int, ranks: int) -> list[slice | np.ndarray]:
+        """Where `local` of `rank` lies in the published tensor, as `checksums.axis_offsets` reads
+        it; nothing for a copy, which is whole."""
+        if self.shard_dim is None:
+            return []
+        starts = itertools.accumulate(self._sizes(), initial=0)
+        parts = [
+            start + np.arange(rank * size, (rank + 1) * size)
+            for start, size in zip(starts, self._sizes(ranks), strict=False)
+        ]
+        return [*[slice(None)] * self.shard_dim, np.concatenate(parts)]
 
     def whole(self, shares: Sequence[torch.Tensor]) -> torch.Tensor:
         """The published tensor from `local` of every rank, rank by rank."""

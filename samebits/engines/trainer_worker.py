@@ -94,9 +94,13 @@ class Worker:
         return whole if self.trainer.tp_rank == 0 else None
 
     def export(self) -> str | None:
-        """Put the weights into shared memory; rank 0 answers with the manifest as JSON."""
+        """Put the weights into shared memory; rank 0 answers with the manifest as JSON.
+
+        SB0710 where what would be sent is not what the model computes with.
+        """
         from samebits.weights.transport import send
 
+        live = self.trainer.live_checksums()
         tensors = self.trainer.export_weights()
         if self.trainer.tp_rank != 0:
             for _ in tensors:
@@ -109,6 +113,7 @@ class Worker:
                 step=self.trainer.step,
                 contract_digest=self.trainer.contract_digest,
                 size=self.trainer.export_bytes(),
+                live=live,
             )
         )
         return manifest.to_json()

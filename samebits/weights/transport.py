@@ -21,7 +21,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -107,13 +107,17 @@ def send(
     step: int,
     contract_digest: str,
     size: int = 0,
+    live: Mapping[str, int] | None = None,
 ) -> Iterator[Manifest]:
     """Write `tensors` (Hugging Face checkpoint name, whole tensor, any device) into one segment.
 
     size   bytes to reserve before anything is written, where they are known: shared memory without
            that much room is then not filled in vain
+    live   checksums of the tensors that the sender computes with: what is sent has to have them
+
     Yields the manifest; the segment lives until the block ends. Raises Refused SB0707 for a name
-    given twice, SB0709 when neither shared memory nor the temporary folder (TMPDIR) has room.
+    given twice, or not exactly those of `live`; SB0710 for a tensor that is not the live one;
+    SB0709 when neither shared memory nor the temporary folder (TMPDIR) has room.
     """
     segments.remove_stale(_PREFIX, (_SHARED_MEMORY, Path(tempfile.gettempdir())))
     with _Segment() as segment:
@@ -131,7 +135,10 @@ def send(
             checksum = bits.hex_digest(tensor_checksum(tensor))
             offset = segment.append(bits.int_view(tensor).ravel().view(np.uint8).data)
             entries.append(Entry(name, dtype, tuple(tensor.shape), offset, checksum))
-        yield Manifest(str(segment.path), step, contract_digest, tuple(entries))
+        manifest = Manifest(str(segment.path), step, contract_digest, tuple(entries))
+        if live is not None:  # not before `tensors` has ended: it may be a collective of all ranks
+            _check_live(manifest, live)
+        yield manifest
 
 
 def receive(
@@ -175,6 +182,21 @@ def receive(
                 hint="samebits explain SB0705",
             )
     return iter(received)
+
+
+def _check_live(manifest: Manifest, live: Mapping[str, int]) -> None:
+    sent = manifest.checksums()
+    _check_names([entry.name for entry in manifest.entries], live)
+    wrong = [name for name, checksum in sent.items() if checksum != live[name]]
+    if wrong:
+        name, many = wrong[0], f"{len(wrong)} of {len(sent)} tensors"
+        raise Refused(
+            "SB0710",
+            seen=f"{many}, first `{name}` with checksum {bits.hex_digest(sent[name])}",
+            required=f"checksum {bits.hex_digest(live[name])}, of the sender's own parameter at "
+            f"step {manifest.step}",
+            hint="samebits explain SB0710",
+        )
 
 
 def _check_names(sent: list[str], expected: Collection[str]) -> None:

@@ -151,6 +151,21 @@ def test_tensor_parallel_equals_one_rank(one_rank, two_ranks):
     assert mismatches(two_ranks["after"].logprobs, two_ranks["second"].logprobs) == 0
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_export_of_older_weights_is_refused(qwen3, tp):
+    with start(qwen3, optimizer=ADAM, tp=tp, fault="stale_export") as running:
+        with running.export() as manifest:  # the copies are fresh
+            assert len(manifest.entries) > 20
+        running.train_step(train_batch(sequences()), mean_nll, "padded")
+        with (
+            pytest.raises(Refused, match=r"SB0710(?s:.*) of 25 tensors, first `") as caught,
+            running.export(),
+        ):
+            pass
+        assert caught.value.error_id == "SB0710" and "at step 1" in caught.value.required
+        assert running.info()["step"] == 1  # all ranks answer on
+
+
 def test_native_all_reduce_differs(one_rank, qwen3):
     with start(qwen3, tp=2, fault="rank_order_sum") as running:
         assert running.started["platform_status"] == "planted fault"

@@ -133,3 +133,11 @@ def test_a_tensor_that_a_sync_left_out(dense, faulty):
     code, shown = case.command("rl", "CASE", "--steps", "2")
     assert code == 2, shown
     assert "SB0705" in shown and "`model.norm.weight`" in shown
+
+
+def test_a_tensor_that_is_sent_as_it_was_before_the_step(dense, faulty):
+    case = faulty(*dense)
+    case.plant(trainer="stale_export")
+    code, shown = case.command("rl", "CASE", "--steps", "3")
+    assert code == 2, shown
+    assert "SB0710" in shown and "norm.weight`" in shown

@@ -63,6 +63,36 @@ def test_round_trip_keeps_every_bit_and_unlinks():
     assert manifest.checksums()["a.weight"] == bits.mixsum(sent["a.weight"])
 
 
+def test_what_is_sent_has_to_be_what_the_sender_computes_with():
+    live = {name: bits.mixsum(tensor) for name, tensor in tensors().items()}
+    with send(tensors().items(), step=0, contract_digest=DIGEST, live=live) as manifest:
+        assert manifest.checksums() == live
+    sent = tensors() | {"b.bias": tensors()["b.bias"] + 1}
+    reached = []
+
+    def to_the_end():
+        yield from sent.items()
+        reached.append("end")  # other ranks are in the same collective
+
+    with (
+        pytest.raises(Refused, match="1 of 4 tensors, first `b.bias`") as caught,
+        send(to_the_end(), step=7, contract_digest=DIGEST, live=live),
+    ):
+        pass
+    assert caught.value.error_id == "SB0710" and reached == ["end"]
+    assert "at step 7" in caught.value.required
+
+
+def test_a_live_tensor_that_is_not_sent_is_refused():
+    live = {name: bits.mixsum(tensor) for name, tensor in tensors().items()}
+    sent = [(name, tensor) for name, tensor in tensors().items() if name != "a.weight"]
+    with (
+        pytest.raises(Refused, match=r"SB0707(?s:.*)1 missing \(a.weight\)"),
+        send(sent, step=0, contract_digest=DIGEST, live=live),
+    ):
+        pass
+
+
 def test_received_tensors_are_private():
     with send(tensors().items(), step=0, contract_digest=DIGEST) as manifest:
         first = dict(receive(manifest, contract_digest=DIGEST, names=tensors().keys()))
