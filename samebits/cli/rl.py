@@ -56,8 +56,10 @@ def rl(
             f"IS ratio max {values.is_ratio_max:.6g}"
         )
         if arithmetic is Arm.aligned:  # what --locate computes again
+            for step in gate.unmoved(stage):
+                print(f"- step {step}: grad_norm 0, so its refit sent the weights as they were")
             for first in gate.firsts(stage):
-                print(f"locate: {locate.command(run, first.sequence, locate.REFITS)}")
+                print(f"repeat: {locate.command(run, first.sequence, locate.REFITS)}")
     raise typer.Exit(1 if total.mismatches else 0)
 
 

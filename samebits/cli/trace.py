@@ -24,8 +24,8 @@ def trace(
 
     Decode, prefill and the trainer's padded and packed batches are traced, and compared region by
     region. Exit code 1: two of them differ. Exit code 3: an engine summed or multiplied outside of
-    all regions, called a region that the contract does not bind, never called one that it binds, or
-    no operator of its passes was seen.
+    all regions, or made a log-probability there, called a region that the contract does not bind,
+    never called one that it binds, or no operator of its passes was seen.
     """
     from samebits.casework.inventory import PROBLEMS
     from samebits.gates import inventory
@@ -66,10 +66,17 @@ def _counts(found: Mapping[str, Mapping[Any, int]], key: Any) -> list[str]:
 
 
 def _sentence(case: str, found: Inventory) -> str:
+    from samebits.trace.operators import POINTWISE, REDUCES
+
     called = {region for calls in found.calls.values() for region in calls}
-    pointwise, reducing = len(found.pointwise), len(found.uncovered)
+    counts = {
+        phase: [len(found.outside_of_regions(phase, kind)) for kind in (POINTWISE, REDUCES)]
+        for phase in ("forward", "sampling")
+    }
+    (pointwise, reducing), (chosen, drawn) = counts.values()
+    where = f", first in {found.first}" if found.first else ""
     return (
         f"{case}: {len(called)} regions called, {len(found.unbound)} of them not bound; outside "
-        f"of regions {pointwise} pointwise operators and {reducing} that reduce; "
-        f"{len(found.differing)} of {len(found.pairs)} pairs differ"
+        f"of regions {pointwise} pointwise operators and {reducing} that reduce, and {chosen} and "
+        f"{drawn} while sampling; {len(found.differing)} of {len(found.pairs)} pairs differ{where}"
     )

@@ -49,7 +49,7 @@ class Slot:
         return whole.reshape(self.view.shape)
 
     def local(self, ranks: int) -> torch.Tensor:
-        """`view` as a contiguous tensor with the dimensions of the published tensor."""
+        """`view` as a contiguous tensor with the published tensor's dimensions."""
         shape = list(self.shape)
         if self.shard_dim is not None:
             shape[self.shard_dim] //= ranks

@@ -25,6 +25,8 @@ from samebits.gates.run import Run, say
 from samebits.trace.operators import POINTWISE, REDUCES
 
 ARMS = ("prefill", "decode", "padded", "packed")
+# Operators of torch that make log-probabilities; `ops.logprob` uses none of them.
+_SCORES = ("log_softmax", "logsumexp")
 # The prompt is longer than a chunk of recurrent layers, and ends inside of one.
 _PROMPT, _RESPONSE, _SEED = 90, 6, 20_000
 
@@ -51,25 +53,22 @@ class Inventory:
         """Arms of which no operator was recorded: that nothing is uncovered there says nothing."""
         return sorted(arm for arm, count in self.watched.items() if not count)
 
-    def _forward(self, wanted: str) -> list[str]:
-        """Operators of a kind in a forward pass, outside of all regions."""
-        found = {
-            name
-            for operators in self.outside.values()
-            for phase, kind, name in operators
-            if phase == "forward" and kind == wanted
-        }
-        return sorted(found)
-
-    @property
-    def pointwise(self) -> list[str]:
-        """Operators of a forward pass, outside of all regions, that have one order only."""
-        return self._forward(POINTWISE)
+    def outside_of_regions(self, phase: str, kind: str) -> list[str]:
+        """Operators of a kind outside of all regions: `forward`, or while tokens are chosen
+        (`sampling`)."""
+        places = {place for operators in self.outside.values() for place in operators}
+        return sorted(name for *place, name in places if place == [phase, kind])
 
     @property
     def uncovered(self) -> list[str]:
-        """Operators of a forward pass, outside of all regions, in which an order of sums shows."""
-        return self._forward(REDUCES)
+        """Operators outside of all regions in which an order of sums shows: of a forward pass, and
+        of the last step to a log-probability. What else sampling does chooses tokens."""
+        scores = [
+            name
+            for name in self.outside_of_regions("sampling", REDUCES)
+            if any(part in name for part in _SCORES)
+        ]
+        return sorted({*self.outside_of_regions("forward", REDUCES), *scores})
 
     @property
     def unbound(self) -> list[str]:
@@ -78,7 +77,8 @@ class Inventory:
 
     @property
     def uncalled(self) -> list[str]:
-        """Regions that the contract binds and an arm did not call (`logprob` is not recorded)."""
+        """Regions that the contract binds and an arm did not call. Of `logprob` the calls are
+        counted, and an arm may have no use for one: a sampled token is taken from whole rows."""
         return sorted(
             region
             for region in self.bound
@@ -89,6 +89,21 @@ class Inventory:
     def differing(self) -> list[str]:
         """Pairs of arms with a difference, or that could not be compared."""
         return [f"{p.left}/{p.right}" for p in self.pairs if p.differs or p.note is not None]
+
+    @property
+    def first(self) -> str | None:
+        """First region of the first pair that differs, in words; None where none was reached."""
+        for one in self.pairs:
+            if one.differs:
+                region = one.region
+                if region is None:
+                    place = "logprob" if one.note is None else "a place that was not traced"
+                elif region.layer is None:
+                    place = region.region
+                else:
+                    place = f"{region.region} of layer {region.layer}"
+                return f"{place} ({one.left}/{one.right})"
+        return None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -143,7 +158,10 @@ def _subject(run: Run) -> Subject:
 
 
 def _calls(arm: Arm) -> dict[str, int]:
-    return dict(Counter(call.region for call in arm.calls))
+    scored = sum(one.count for one in arm.scored)
+    return dict(Counter(call.region for call in arm.calls)) | (
+        {"logprob": scored} if scored else {}
+    )
 
 
 def _watched(arm: Arm) -> int:

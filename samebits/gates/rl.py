@@ -284,6 +284,11 @@ def as_counts(stage: Stage) -> Counts:
     return _counts(stage, 2)
 
 
+def unmoved(stage: Stage) -> list[int]:
+    """Steps without a gradient (all rewards alike): their refits show nothing."""
+    return [record["step"] for record in stage.facts["steps"] if record["grad_norm"] == 0]
+
+
 def firsts(stage: Stage) -> list[FirstDifference]:
     """The first difference of every step that has one."""
     found = (_counts(stage, r["step"], r["step"] + 1) for r in stage.facts["steps"])

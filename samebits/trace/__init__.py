@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from samebits.trace.columns import Columns
 from samebits.trace.compare import RegionDifference, first_difference
-from samebits.trace.operators import Operator
+from samebits.trace.operators import Operator, Scored, load_scored
 from samebits.trace.operators import load as load_operators
 from samebits.trace.read import Call, load
 from samebits.trace.record import install, start
@@ -24,9 +24,11 @@ __all__ = [
     "Columns",
     "Operator",
     "RegionDifference",
+    "Scored",
     "first_difference",
     "install",
     "load",
     "load_operators",
+    "load_scored",
     "start",
 ]

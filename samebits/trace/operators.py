@@ -68,6 +68,8 @@ _MOVING = frozenset(
         "zeros",
         "zeros_like",
         "ones",
+        "ones_like",
+        "new_ones",
         "new_zeros",
         "full",
         "full_like",
@@ -107,6 +109,16 @@ class Operator:
     count: int
 
 
+@dataclass(frozen=True, order=True)
+class Scored:
+    """`count` calls of a function of `ops.logprob` in a phase, each with `rows` rows of logits."""
+
+    phase: str
+    function: str
+    rows: int
+    count: int
+
+
 def kind(function: Any, inputs: Any, output: Any) -> str:
     """What `function` may do to bits, from its name and tags and the dtypes it was given."""
     made = [x for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
@@ -126,8 +138,10 @@ class Tally(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[tuple[str, str | None, str, str]] = Counter()
+        self.scored: Counter[tuple[str, str, int]] = Counter()
         self.phase = "forward"
         self.region: str | None = None
+        self._scores = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
@@ -155,12 +169,28 @@ class Tally(TorchDispatchMode):
 
         return call
 
+    def scoring(self, function: Callable, called: str) -> Callable:
+        """`function` of logits [rows, V], whose outermost calls are counted by their rows."""
+
+        @functools.wraps(function)
+        def call(logits, *args, **kwargs):
+            if self._scores:
+                return function(logits, *args, **kwargs)
+            self.scored[self.phase, called, logits.numel() // max(1, logits.shape[-1])] += 1
+            self._scores = True
+            try:
+                return function(logits, *args, **kwargs)
+            finally:
+                self._scores = False
+
+        return call
+
 
 def install(engine: str, watched: Callable[[], bool], folder: Path) -> Tally:
     """Tally the passes of `engine` (`rollout` or `trainer`) in this process while `watched()`.
 
-    At the end of every pass the counts so far are written to `operators.<process>.json` of
-    `folder`. A recording starts afresh when its folder is new.
+    At the end of every pass the counts so far are written to `operators.<process>.json` and
+    `scored.<process>.json` of `folder`. A recording starts afresh when its folder is new.
     """
     tally = Tally()
     module, name = _PASSES[engine]
@@ -182,12 +212,14 @@ def _tallied(
         path = folder / f"operators.{os.getpid()}.json"
         if not path.exists():
             tally.counts.clear()
+            tally.scored.clear()
         tally.phase = phase
         with tally:
             output = original(*args, **kwargs)
-        found = [[*place, count] for place, count in tally.counts.items()]
         with contextlib.suppress(FileNotFoundError):  # the driver has what it wants
-            path.write_text(json.dumps(found))
+            for name, counts in (("operators", tally.counts), ("scored", tally.scored)):
+                found = [[*place, count] for place, count in counts.items()]
+                path.with_name(f"{name}.{os.getpid()}.json").write_text(json.dumps(found))
         return output
 
     call.tallied = True  # type: ignore[attr-defined]
@@ -199,6 +231,15 @@ def load(folder: Path) -> tuple[Operator, ...]:
     ranks = [
         tuple(sorted((Operator(*row) for row in json.loads(path.read_text())), key=_order))
         for path in sorted(folder.glob("operators.*.json"))
+    ]
+    return max(ranks, key=lambda rank: sum(one.count for one in rank), default=())
+
+
+def load_scored(folder: Path) -> tuple[Scored, ...]:
+    """What a recording counted of `ops.logprob`, on the rank with most calls of it, sorted."""
+    ranks = [
+        tuple(sorted(Scored(*row) for row in json.loads(path.read_text())))
+        for path in sorted(folder.glob("scored.*.json"))
     ]
     return max(ranks, key=lambda rank: sum(one.count for one in rank), default=())
 

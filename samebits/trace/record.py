@@ -64,6 +64,8 @@ _BY_COLUMNS = ("gemm.row", "norm.rms", "norm.rms_zero_centred", "rope", "attenti
 TRAINER = {"gemm.row": Region("hooks.megatron.linear", ("row_product",), weights=(1,))}
 # Its outputs are the log-probabilities themselves, so they are not recorded; its operators are.
 LOGPROB = Region("ops.logprob", ("log_softmax", "selected", "scale", "row_digest"))
+# Those that make log-probabilities: how many rows each of their calls has is counted.
+_SCORES = ("log_softmax", "selected")
 
 
 def start(folder: Path, tokens: Sequence[int]) -> None:
@@ -91,7 +93,11 @@ def install(engine: str | None = None) -> None:
             region, lambda f, called, n=name, r=region: recorder.wrap(f, n, r, called), tally, name
         )
     if tally is not None:
-        _wrap(LOGPROB, lambda f, called: f, tally, "logprob")
+
+        def counted(function: Callable, called: str) -> Callable:
+            return tally.scoring(function, called) if called in _SCORES else function
+
+        _wrap(LOGPROB, counted, tally, "logprob")
 
 
 def _wrap(region: Region, recorded: Callable, tally: operators.Tally | None, name: str) -> None:

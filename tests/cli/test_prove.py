@@ -219,11 +219,22 @@ def test_rl_ends_with_one_when_a_bit_differs(workspace, monkeypatch, capsys, wro
     assert cli.run(["rl", "smollm2-135m", "--arithmetic", "stock"]) == wrong
     assert asked == {"steps": run.recipe.rl["steps"], "arithmetic": "stock"}
     shown = capsys.readouterr().out
-    assert f"{2 * wrong} of 2 tokens differ in 5 steps" in shown and "locate: " not in shown
+    assert f"{2 * wrong} of 2 tokens differ in 5 steps" in shown and "repeat: " not in shown
     assert "repeated_cached" in shown and "dropped" in shown
     assert cli.run(["rl", "smollm2-135m"]) == wrong
-    line = f"locate: samebits prove smollm2-135m --locate 1000 --pair {locate.REFITS}"
-    assert (line in capsys.readouterr().out) == bool(wrong)
+    line = f"repeat: samebits prove smollm2-135m --locate 1000 --pair {locate.REFITS}"
+    shown = capsys.readouterr().out
+    assert (line in shown) == bool(wrong) and "grad_norm 0" not in shown
     assert cli.run(["rl", "smollm2-135m", "--steps", "3", "--json"]) == wrong
     assert asked == {"steps": 3, "arithmetic": "aligned"}
     assert json.loads(capsys.readouterr().out)[0]["tokens"] == 2
+
+
+def test_rl_says_which_refit_moved_nothing(workspace, monkeypatch, capsys):
+    stage = _rl_stage(0)
+    stage.facts["steps"][0]["grad_norm"] = 0.0
+    run = types.SimpleNamespace(recipe=recipes.load("smollm2-135m"), flag="")
+    monkeypatch.setattr(prove, "open_run", lambda case, size: run)
+    monkeypatch.setattr(rl, "run_rl", lambda run, **_: stage)
+    assert cli.run(["rl", "smollm2-135m"]) == 0
+    assert "- step 1: grad_norm 0, so its refit sent the weights as" in capsys.readouterr().out

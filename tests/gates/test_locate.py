@@ -15,7 +15,7 @@ from samebits.gates import capsule, locate, prove, rl
 from samebits.gates.locate import arms, pairs, refit, reporting
 from samebits.gates.locate.arms import Arm, Arms, Subject
 from samebits.gates.streams import Stream
-from samebits.trace import Call
+from samebits.trace import Call, Scored, digests
 
 TOKENS = [5, 6, 7, 8, 9]
 
@@ -195,6 +195,53 @@ def test_the_first_comparison_of_a_leg_is_traced(run, computed):
     assert len(computed.started) == len(set(computed.started))  # every arm once for all
 
 
+def test_leg_b_is_not_traced_once_leg_a_led_to_a_region(run, computed):
+    computed.found.update(dict.fromkeys(("decode", "prefill"), GOOD))
+    computed.found["prefill-batch"] = _arm(1, TOKENS, flip=(0, 1, 2))
+    computed.found["decode-mixed"] = GOOD
+    records = [
+        _record("A", "prefill-alone/prefill-batch", position=2),
+        _record("B", "decode/prefill", position=4),
+    ]
+    a, b = locate.reports(run, records)
+    assert a.region == "norm.rms" and b.region is None
+    assert str(b.note).startswith("not traced: leg A, prefill-alone/prefill-batch, compares")
+    assert "led to norm.rms" in str(b.note) and b.command.endswith("--pair decode/prefill")
+    assert {name for name, *_ in computed.started} == {"prefill", "prefill-batch"}
+
+
+def test_leg_b_is_traced_where_leg_a_led_nowhere(run, computed):
+    computed.found.update(dict.fromkeys(("prefill", "prefill-batch"), GOOD))
+    computed.found["decode"] = _arm(3, TOKENS, flip=(0, 1, 2))
+    records = [
+        _record("A", "prefill-alone/prefill-batch", position=2),
+        _record("B", "decode/prefill", position=4),
+    ]
+    a, b = locate.reports(run, records)
+    assert a.note == reporting.AGREE and b.region == "norm.rms"
+
+
+def test_a_difference_of_the_last_step_says_what_both_sides_called(run, computed):
+    """Logits agree; only one side makes log-probabilities by the shared operator."""
+    logits = np.arange(20, dtype=np.uint32).reshape(5, 4)
+    head = Call(None, "gemm.lm_head", logits, {}, np.arange(5))
+    streams = Stream(), Stream()
+    for stream, last in zip(streams, (1, 2), strict=True):
+        stream.add(0, 3, TOKENS[3:], np.array([7, last], np.uint32))
+    scored = [Scored("sampling", "log_softmax", rows, 1) for rows in (1, 4)]
+    computed.found["decode"] = Arm(streams[0], [head], scored=scored)
+    computed.found["prefill"] = Arm(streams[1], [head])
+    (report,) = locate.one_sequence(run, 0, "decode/prefill")
+    assert report.region == "logprob" and report.element == (3, 9)
+    assert (report.element_left.who, report.element_left.bits) == ("rollout, decode", "00000001")
+    (digest,) = digests.of_rows(logits[3:4].astype(np.uint64))
+    assert report.operands == {
+        "input": f"{int(digest):016x}",
+        "calls": "log_softmax of 1 to 4 rows in 2 calls left, none of ops.logprob right",
+    }
+    assert "operand   calls log_softmax of 1 to 4 rows" in str(report)
+
+
 def test_a_leg_without_a_red_one_before_it_is_traced(run, monkeypatch, computed):
     bad = _arm(1, TOKENS, flip=(0, 1, 2))
     computed.found.update({"padded-tp2": bad} | dict.fromkeys(("prefill", "prefill-tp2"), GOOD))
@@ -335,6 +382,14 @@ def test_one_sequence_is_compared_in_all_pairs_or_in_one(run, computed):
 def test_a_sequence_or_pair_that_no_run_has_is_refused(run, sequence, pair, error_id):
     with pytest.raises(Refused, match=error_id):
         locate.one_sequence(run, sequence, pair)
+
+
+def test_without_a_run_the_refusal_names_the_command_that_needs_none(run):
+    (run.folder / "capsule.json").unlink()
+    with pytest.raises(Refused, match="SB0911") as caught:
+        locate.one_sequence(run, 0)
+    assert caught.value.hint == "samebits trace toy"
+    assert "(samebits prove toy)" in caught.value.required
 
 
 @pytest.mark.parametrize("sequence", [3, 2009])

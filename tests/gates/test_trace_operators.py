@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from samebits.trace import operators
-from samebits.trace.operators import MOVES, POINTWISE, REDUCES, Operator
+from samebits.trace.operators import MOVES, POINTWISE, REDUCES, Operator, Scored
 
 X = torch.arange(6.0).view(2, 3)
 
@@ -17,6 +17,8 @@ X = torch.arange(6.0).view(2, 3)
         (lambda: X[torch.tensor([1])], MOVES),
         (lambda: X.argmax(-1), MOVES),
         (lambda: X.clone().copy_(X), MOVES),
+        (lambda: torch.ones_like(X), MOVES),
+        (lambda: X.new_ones(2), MOVES),
         (lambda: X.bfloat16(), POINTWISE),
         (lambda: X + X, POINTWISE),
         (lambda: X.exp(), POINTWISE),
@@ -91,3 +93,27 @@ def test_passes_are_wrapped_once(passes):
     wrapped = Engine.score
     operators.install("trainer", lambda: True, folder)
     assert Engine.score is wrapped
+
+
+def test_calls_that_make_log_probabilities_are_counted_by_rows(passes, monkeypatch):
+    folder, _ = passes
+    tally = operators.install("trainer", lambda: True, folder)
+    assert operators.load_scored(folder) == ()
+
+    def selected(logits):
+        return log_softmax(logits)[:, 0]
+
+    log_softmax = tally.scoring(lambda logits: logits.log_softmax(-1), "log_softmax")
+    selected = tally.scoring(selected, "selected")
+    monkeypatch.setattr(Engine, "score", lambda self, x: selected(x) + log_softmax(x[:1])[0, 0])
+    monkeypatch.setattr(
+        Engine,
+        "score",
+        operators._tallied(Engine.score, "forward", tally, lambda: True, folder),
+    )
+    for _ in range(2):
+        Engine().score(X)
+    assert operators.load_scored(folder) == (
+        Scored("forward", "log_softmax", 1, 2),
+        Scored("forward", "selected", 2, 2),
+    )

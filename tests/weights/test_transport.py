@@ -75,7 +75,7 @@ def test_what_is_sent_has_to_be_what_the_sender_computes_with():
         reached.append("end")  # other ranks are in the same collective
 
     with (
-        pytest.raises(Refused, match="1 of 4 tensors, first `b.bias`") as caught,
+        pytest.raises(Refused, match=r"1 of 4 tensors, first `b\.bias`") as caught,
         send(to_the_end(), step=7, contract_digest=DIGEST, live=live),
     ):
         pass
@@ -87,7 +87,7 @@ def test_a_live_tensor_that_is_not_sent_is_refused():
     live = {name: bits.mixsum(tensor) for name, tensor in tensors().items()}
     sent = [(name, tensor) for name, tensor in tensors().items() if name != "a.weight"]
     with (
-        pytest.raises(Refused, match=r"SB0707(?s:.*)1 missing \(a.weight\)"),
+        pytest.raises(Refused, match=r"SB0707(?s:.*)1 missing \(a\.weight\)"),
         send(sent, step=0, contract_digest=DIGEST, live=live),
     ):
         pass

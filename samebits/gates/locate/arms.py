@@ -26,17 +26,18 @@ from samebits.errors import SamebitsError
 from samebits.gates import capsule, stages, workload
 from samebits.gates.run import Run
 from samebits.gates.streams import Stream
-from samebits.trace import Call, Columns, Operator
+from samebits.trace import Call, Columns, Operator, Scored
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to compute a sequence: its log-probabilities, its calls in order, and the torch
-    operators of the passes that held it."""
+    """One way to compute a sequence: its log-probabilities, its calls in order, the torch operators
+    of the passes that held it, and the calls that made log-probabilities there."""
 
     stream: Stream
     calls: Sequence[Call]
     operators: Sequence[Operator] = ()
+    scored: Sequence[Scored] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Recording:
     def arm(self, stream: Stream) -> Arm:
         """The arm that gave `stream`, from the latest recording."""
         kept = self._kept()
-        return Arm(stream, trace.load(kept, self._columns), trace.load_operators(kept))
+        calls = trace.load(kept, self._columns)
+        return Arm(stream, calls, trace.load_operators(kept), trace.load_scored(kept))
 
     def _kept(self) -> Path:
         return self.live.with_name(f"{self.live.name}-{self._count}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from samebits import trace
 from samebits.gates.locate.arms import Arm
 from samebits.gates.streams import FirstDifference, Stream, compare
-from samebits.trace import RegionDifference
+from samebits.trace import RegionDifference, digests
 
 # Pairs of arms that hold the claim of a case together.
 PAIRS = (("decode", "prefill"), ("padded", "prefill"), ("packed", "prefill"), ("decode", "padded"))
@@ -89,6 +89,8 @@ class Located:
 
     note   why no region was reached
     agree  positions whose log-probabilities agree, and how many were compared; with a `first`
+    last   where no region differs and `first` does: what the last step, from logits to
+           log-probabilities, was given and what it is in either arm, by name
     """
 
     left: str
@@ -97,6 +99,7 @@ class Located:
     region: RegionDifference | None
     note: str | None = None
     agree: tuple[Sequence[int], int] = ((), 0)
+    last: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def differs(self) -> bool:
@@ -123,7 +126,42 @@ def pair(found: Found, left: str, right: str, position: int | None = None) -> Lo
         region = trace.first_difference(a.calls, b.calls, limit)
     except ValueError as error:
         return Located(left, right, first, None, f"not traced: {error}", agree)
-    return Located(left, right, first, region, agree=agree)
+    last = _last_step(a, b, first.position) if first and region is None else {}
+    return Located(left, right, first, region, agree=agree, last=last)
+
+
+def _last_step(a: Arm, b: Arm, position: int) -> dict[str, str]:
+    """The row of logits that predicts `position`, one digest for both arms, and the calls that made
+    log-probabilities of it and of others."""
+    found = {"calls": f"{_scored(a)} left, {_scored(b)} right"}
+    row, other = (_logits(arm, position - 1) for arm in (a, b))
+    if row is not None and other is not None:  # no region differs, so neither do they
+        (digest,) = digests.of_rows(row.astype(np.uint64))
+        found["input"] = f"{int(digest):016x}"
+    return found
+
+
+def _logits(arm: Arm, position: int) -> np.ndarray | None:
+    """Logits [1, V] of the row at `position`, as bit patterns, where the arm recorded them."""
+    for call in arm.calls:
+        mine = np.flatnonzero(call.positions == position)
+        if call.region == "gemm.lm_head" and mine.size:
+            return call.output[mine[:1]]
+    return None
+
+
+def _scored(arm: Arm) -> str:
+    """`log_softmax of 95 rows`, by function; with several calls, from the fewest rows to most."""
+    shown = []
+    for function in sorted({one.function for one in arm.scored}):
+        calls = [one for one in arm.scored if one.function == function]
+        rows, count = sorted(one.rows for one in calls), sum(one.count for one in calls)
+        of = f"{rows[0]}" if rows[0] == rows[-1] else f"{rows[0]} to {rows[-1]}"
+        shown.append(
+            f"{function} of {of} row{'s' * (rows[-1] != 1)}"
+            + (f" in {count} calls" if count > 1 else "")
+        )
+    return ", ".join(shown) or "none of ops.logprob"
 
 
 def search(found: Found, pairs: Pairs, position: int | None = None) -> Located:

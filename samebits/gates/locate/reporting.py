@@ -152,8 +152,13 @@ def _subject(run: Run, sequence: int) -> Subject:
     raise Refused(
         "SB0911",
         seen=f"sequence {sequence}, and {count} sequences of this state of the sources",
-        required=f"one of 0 to {count - 1}" if count else "a run that decoded its sequences",
-        hint=f"samebits prove {run.recipe.case}{run.flag}",
+        required=f"one of 0 to {count - 1}"
+        if count
+        else f"a run of this state that decoded its sequences (samebits prove {run.recipe.case}"
+        f"{run.flag}); after a change of sources the hint below is the short look, without a run",
+        hint=f"samebits prove {run.recipe.case}{run.flag}"
+        if count
+        else f"samebits trace {run.recipe.case}",
     )
 
 
@@ -162,14 +167,17 @@ def _subject(run: Run, sequence: int) -> Subject:
 # Legs whose differences a red leg before them explains until it is green: one rank differs already,
 # or the engines do before any refit, or rows whose log-probabilities differ.
 _EXPLAINED = {"D": ("C",), "E": ("C",), "F": ("B", "C")}
+# Legs of the same two arms, the rollout's: one that was followed to a region comes first.
+_LOCATED = {"B": ("A",)}
 
 
 def reports(run: Run, comparisons: Sequence[Mapping]) -> Iterator[DifferenceReport]:
     """One report for each comparison with a mismatch, as it is done; an arm is computed once for
-    all of them. Traced is the first of each leg; the others name the one that comes before them."""
+    all of them. Traced is the first of each leg, and of leg B only where leg A, which compares the
+    rollout with itself too, led to no region; the others name the one that comes before them."""
     known: dict[tuple[int, bool], Arms | Mapping[str, Arm]] = {}
     red = [record for record in comparisons if record["first_difference"] is not None]
-    traced: list[Mapping] = []
+    traced: list[tuple[Mapping, DifferenceReport]] = []
     for record in red:
         report = _outside(run, record)
         if note := _covered(record, traced):
@@ -178,20 +186,26 @@ def reports(run: Run, comparisons: Sequence[Mapping]) -> Iterator[DifferenceRepo
         if run.recipe.platform != "cpu":
             yield DifferenceReport(**report, note=ON_REQUEST)
             continue
-        traced.append(record)
-        yield _traced(run, record, report, known)
+        found = _traced(run, record, report, known)
+        traced.append((record, found))
+        yield found
 
 
-def _covered(record: Mapping, traced: Sequence[Mapping]) -> str | None:
+def _covered(record: Mapping, traced: Sequence[tuple[Mapping, DifferenceReport]]) -> str | None:
     """Why a comparison is not traced: one that was comes before it, or differs there as well."""
-    for other in traced:
+    for other, _ in traced:
         if _same(record, other):
             return f"same first difference as leg {other['leg']}, {other['name']}"
     legs = (record["leg"], *_EXPLAINED.get(record["leg"], ()))
-    for other in traced:
+    for other, report in traced:
+        name = f"leg {other['leg']}, {other['name']}"
         if other["leg"] in legs:
-            name = f"leg {other['leg']}, {other['name']}"
             return f"not traced: {name}, comes before it; the command below traces this one"
+        if report.region is not None and other["leg"] in _LOCATED.get(record["leg"], ()):
+            return (
+                f"not traced: {name}, compares the rollout with itself too and led to "
+                f"{report.region}; mend that, or trace this one by the command below"
+            )
     return None
 
 
@@ -248,7 +262,15 @@ def _with_region(report: dict[str, Any], located: Located) -> DifferenceReport:
         if located.note or located.first is None:
             return DifferenceReport(**report, note=located.note or AGREE)
         # Every traced output up to the logits has one bit pattern; the last step does not.
-        return DifferenceReport(**report, region="logprob")
+        first = located.first
+        return DifferenceReport(
+            **report,
+            region="logprob",
+            element=(first.position - 1, first.token),
+            element_left=Side(who(located.left), first.left),
+            element_right=Side(who(located.right), first.right),
+            operands=dict(located.last),
+        )
     return DifferenceReport(
         **report,
         layer=region.layer,
