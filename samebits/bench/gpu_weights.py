@@ -66,9 +66,19 @@ def check_weights(area: Area) -> None:
 
 
 def _transfer(area: Area) -> None:
-    """Tensors sent from the GPU arrive on it; one changed byte is refused."""
+    """Tensors sent from the GPU arrive on it; an old copy and one changed byte are refused."""
     sent = {"a": torch.randn(33, 17).bfloat16().cuda(), "b": torch.randn(5).cuda()}
-    with transport.send(sent.items(), step=1, contract_digest="", size=1 << 16) as manifest:
+    live = {name: tensor_checksum(tensor) for name, tensor in sent.items()}
+
+    def stale() -> None:
+        old = sent | {"b": sent["b"] + 1}
+        with transport.send(old.items(), step=1, contract_digest="", live=live):
+            pass
+
+    area.refuses("SB0710", stale)
+    with transport.send(
+        sent.items(), step=1, contract_digest="", size=1 << 16, live=live
+    ) as manifest:
 
         def received() -> dict[str, torch.Tensor]:
             got = transport.receive(manifest, contract_digest="", names=sent, device="cuda")

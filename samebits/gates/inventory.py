@@ -35,7 +35,8 @@ _PROMPT, _RESPONSE, _SEED = 90, 6, 20_000
 class Inventory:
     """What the arms of one sequence ran.
 
-    calls    arm -> region -> calls of the region, in forward order
+    calls    arm -> region -> calls of the region, in forward order; passes count as one, but for
+             `logprob`, which is called once for a pass that has a use for it
     watched  arm -> torch operators of its forward passes, inside of regions and outside, moves too
     outside  arm -> (phase, kind, operator) -> calls outside of all regions, without moves
     pairs    what came of comparing the arms, region by region
