@@ -31,8 +31,9 @@ prove: setup ## prove CASE, record its evidence in cases/CASE/evidence, and writ
 verify: setup ## recompute the verdict of CASE from its recorded evidence
 	@$(BIN)/samebits verify $(CASE)
 
-test: setup ## the test suite
-	@$(BIN)/python -m pytest -m "not slow and not gpu"
+test: setup ## the test suite: first what starts no engine, two files at a time, then the engines
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not engine" -n 2 --dist loadfile; units=$$?; \
+	$(BIN)/python -m pytest -m "engine and not slow and not gpu" && exit $$units
 
 test-slow: setup ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m "slow and not gpu"
