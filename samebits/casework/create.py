@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from samebits import recipe as recipes
-from samebits.casework import ledger, memory, published
+from samebits.casework import engine, ledger, published
 from samebits.errors import Refused, word
 from samebits.patching.series import Series
 from samebits.patching.workspace import Workspace
@@ -92,7 +92,9 @@ def create(
 def _check(file: Path, case: str) -> None:
     """Load a draft; a refusal names the case, as the draft is gone when it is read."""
     try:
-        published.check_recipe(recipes.load(file))
+        recipe = recipes.load(file)
+        published.check_recipe(recipe)
+        engine.check(recipe)
     except Refused as problem:
         raise Refused(
             problem.error_id,
@@ -174,16 +176,12 @@ def divisible(config: Mapping[str, Any], size: int) -> bool:
 
 def _paged(config: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, int]:
     """Engine sizes of a hybrid: a page of keys and values is no smaller than a layer's state."""
-    from samebits.ops.gdn import CHUNK
-
-    state = memory.state_bytes(config, data["contract"]["gdn_schedule"], layers=1)
-    token = memory.kv_bytes(config, layers=1)
-    block = -(-state // token // CHUNK) * CHUNK
-    engine = data["engine"]
+    block = engine.page_tokens(config, data["contract"]["gdn_schedule"])
+    sizes = data["engine"]
     return {
         "block_size": block,
-        "max_model_len": max(engine["max_model_len"], 4 * block),
-        "max_num_batched_tokens": max(engine["max_num_batched_tokens"], 2 * block + 128),
+        "max_model_len": max(sizes["max_model_len"], 4 * block),
+        "max_num_batched_tokens": max(sizes["max_num_batched_tokens"], 2 * block + 128),
     }
 
 

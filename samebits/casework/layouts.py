@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from samebits import recipe as recipes
-from samebits.casework import memory, published
+from samebits.casework import engine, memory, published
 from samebits.contract.fits import GDN
 from samebits.errors import Refused, word
 from samebits.ops import registry
@@ -160,6 +160,7 @@ def find(target: str) -> Model:
         return Model(path.name, name, dims, gaps, schedule=schedule)
     recipe = recipes.load(target)
     published.check_recipe(recipe)
+    engine.check(recipe)
     beside = recipe.folder / PUBLISHED
     if beside.is_file():
         config = published.read(beside)

@@ -116,11 +116,13 @@ def build(
     probe     False: compute nothing, and keep the answers of `previous`; what a machine without
               the recipe's chip can compare
 
-    Refuses as `platform.require` where probes cannot run here.
+    Refuses as `platform.require` where probes cannot run here, and SB0328 as `casework.engine`.
     """
+    from samebits.casework import engine
     from samebits.ops import registry
 
     _check_expressible(recipe)
+    engine.check(recipe)
     if probe:
         require(recipe.platform)
     installed = (

@@ -83,10 +83,13 @@ def chunked(
     max_tokens: int,
     count: int,
     seed: int,
+    few: bool = False,
 ) -> list[Request]:
     """As `synthetic`, for a model that cuts its recurrence at multiples of `chunk` tokens.
 
     page   tokens between two states that the prefix cache keeps
+    few    pages are large: a shared prefix of one, two of the prompts of two, and drawn prompts of
+           a few chunks, which are half of the tokens or less
     Lengths: one token, a chunk and one token off, a page and a few tokens less (so that the
     response crosses its end), two identical prompts with different seeds, a prefix of two pages
     that is shared with the first request, and two pages and a few tokens less, several times: one
@@ -97,7 +100,8 @@ def chunked(
     def ids(n: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, vocabulary) for _ in range(n))
 
-    prefix = ids(min(2 * page + chunk // 2, max_model_len - max_tokens - chunk - 1))
+    shared = 1 if few else 2
+    prefix = ids(min(shared * page + chunk // 2, max_model_len - max_tokens - chunk - 1))
     twin = ids(chunk + 3)
     corner: list[tuple[str, tuple[int, ...]]] = [
         ("shared-prefix", prefix + ids(3)),
@@ -115,9 +119,11 @@ def chunked(
         ("one-page", ids(page)),
     ]
     longest = max_model_len - max_tokens - 1
-    corner += [(f"two-pages-minus-{n}", ids(min(2 * page - n, longest))) for n in range(2, 8)]
+    short = (2, 5) if few else range(2, 8)
+    corner += [(f"two-pages-minus-{n}", ids(min(2 * page - n, longest))) for n in short]
+    drawn = 4 * chunk if few else page + chunk
     while len(corner) < count:
-        corner.append(("random", ids(draw.randrange(2, page + chunk))))
+        corner.append(("random", ids(draw.randrange(2, drawn))))
     return _requests(corner[:count], seed, max_tokens)
 
 

@@ -125,10 +125,11 @@ def open_run(case: str, size: Size | ladder.Size, prefix: str = "") -> Run:
     """Recipe, contract and model of a case; everything missing is prepared or refused.
 
     Refused before anything is downloaded or started: the arithmetic of a control in this process
-    (SB0930), a platform that this machine is not (SB0450, SB0451), a contract that does not fit the
-    recipe, sources that are not those it binds (SB0309), a patched tree that is missing (SB0115) or
-    was edited (SB0114).
+    (SB0930), engine sizes that vLLM would refuse (SB0328), a platform that this machine is not
+    (SB0450, SB0451), a contract that does not fit the recipe, sources that are not those it binds
+    (SB0309), a patched tree that is missing (SB0115) or was edited (SB0114).
     """
+    from samebits.casework import engine
     from samebits.patching import trees
     from samebits.weights import sources
 
@@ -140,6 +141,7 @@ def open_run(case: str, size: Size | ladder.Size, prefix: str = "") -> Run:
             hint="unset SAMEBITS_ARITHMETIC",
         )
     recipe = recipes.load(case)
+    engine.check(recipe)
     require(recipe.platform)
     contract = Contract.of(recipe)
     contract.check_sources()

@@ -117,6 +117,7 @@ def say(text: str) -> None:
 _PRODUCERS = (
     "capsule",
     "oracle",
+    "pages",
     "policy",
     "rl",
     "semantic",

@@ -8,7 +8,7 @@ from samebits import patching
 from samebits.casework import memory
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.trainer_process import TrainerProcess
-from samebits.gates import capsule, oracle, semantic, workload
+from samebits.gates import capsule, oracle, pages, semantic, workload
 from samebits.gates.run import Run, Stage
 from samebits.recipe import Recipe
 
@@ -30,19 +30,6 @@ _MICRO_TOKENS = {"cpu": 512, "sm90": 8192}
 _LOGITS = 4 << 30
 # Bytes that a step's activations and logits may take together, which bounds deep models.
 _PASS_BYTES = 24 << 30
-# The same where layers keep a state. Without a prefix cache a prompt may be cut anywhere: slices of
-# 65 tokens alone, of 64 beside one decode, of 63 beside two, and so on.
-SLICED = {
-    "max_num_batched_tokens": 65,
-    "max_num_seqs": 16,
-    "kv_blocks": 26,
-    "prefix_caching": False,
-}
-# With a prefix cache, states are kept at the ends of pages; too few of those for all requests.
-PAGED = {
-    "cpu": {"max_num_batched_tokens": 640, "max_num_seqs": 16, "kv_blocks": 44},
-    "sm90": {"max_num_seqs": 64, "kv_blocks": 176},
-}
 # Beside fifteen decodes a prompt gets one token of each step.
 ONE_TOKEN = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "prefix_caching": False}
 # Requests that follow it there.
@@ -79,8 +66,9 @@ def micro_tokens(recipe: Recipe) -> int:
 def stress(run: Run) -> dict[str, int]:
     """Settings of the stress engine for the model and the size of a run."""
     engine = run.recipe.engine
-    pages = engine["max_model_len"] // engine["block_size"] + _SPARE_PAGES
-    plain = SLICED if run.recipe.gdn_schedule else {**STRESS, "kv_blocks": pages}
+    spare = engine["max_model_len"] // engine["block_size"] + _SPARE_PAGES
+    dense = {**STRESS, "kv_blocks": spare}
+    plain = pages.sliced(run.recipe) if run.recipe.gdn_schedule else dense
     asked = {name: run.options.get(option) for name, option in _STRESS_OPTIONS.items()}
     return {**plain, **{name: value for name, value in asked.items() if value is not None}}
 
@@ -107,7 +95,7 @@ def rollout_stress(run: Run, requests: Sequence[capsule.Request]) -> Stage:
 
 def rollout_paged(run: Run, requests: Sequence[capsule.Request]) -> Stage:
     """Decode of a model with states from cached pages: the first request leaves its own behind."""
-    with RolloutEngine(_settings(run, **PAGED[run.recipe.platform])) as engine:
+    with RolloutEngine(_settings(run, **pages.paged(run.recipe))) as engine:
         first = engine.generate(workload.to_engine(requests[:1]))
         completions = [*first, *engine.generate(workload.to_engine(requests[1:]))]
         facts = {"hazards": engine.stats(), "contract": engine.contract_digest()}
@@ -166,16 +154,16 @@ def _one_token_slices(fired: Mapping[str, int]) -> int:
 def plain(run: Run, whole: Sequence[Sequence[int]], **changes) -> RolloutSettings:
     """Settings of an engine without prefix cache that takes 16 of the sequences in one step."""
     budget = max(sum(len(s) for s in whole[:16]), run.recipe.engine["max_model_len"])
-    pages = max(48, 2 * budget // run.recipe.engine["block_size"])
+    blocks = max(48, 2 * budget // run.recipe.engine["block_size"])
     if run.recipe.gdn_schedule is not None:
         # A state is a page of its own for every layer that keeps one.
-        pages += 16 * run.recipe.config["num_hidden_layers"]
+        blocks += 16 * run.recipe.config["num_hidden_layers"]
     return _settings(
         run,
         prefix_caching=False,
         max_num_batched_tokens=budget,
         max_num_seqs=16,
-        kv_blocks=pages,
+        kv_blocks=blocks,
         **changes,
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from samebits import prompts
 from samebits.engines.rollout_wire import Completion, Request, Score
-from samebits.gates import capsule
+from samebits.gates import capsule, pages
 from samebits.gates.streams import Stream
 from samebits.recipe import Recipe
 
@@ -33,6 +33,7 @@ def main(
             max_tokens=max_tokens,
             count=count,
             seed=capsule.SEEDS["capsule"],
+            few=pages.large(recipe),
         )
     requests = capsule.synthetic(
         vocabulary=recipe.config["vocab_size"],

@@ -23,7 +23,7 @@ from samebits import trace
 from samebits.engines.rollout import RolloutEngine, RolloutSettings
 from samebits.engines.trainer import Scores
 from samebits.errors import SamebitsError
-from samebits.gates import capsule, stages, workload
+from samebits.gates import capsule, pages, stages, workload
 from samebits.gates.run import Run
 from samebits.gates.streams import Stream
 from samebits.trace import Call, Columns, Operator, Scored
@@ -165,7 +165,7 @@ def _mixed(subject: Subject) -> dict[str, Arm]:
 
 def _paged(subject: Subject) -> dict[str, Arm]:
     rest = range(1, len(subject.requests))
-    settings = _settings(subject, **stages.PAGED[subject.run.recipe.platform])
+    settings = _settings(subject, **pages.paged(subject.run.recipe))
     return {"decode-paged": _decoded(subject, settings, [range(1), rest])}
 
 

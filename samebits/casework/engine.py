@@ -1,0 +1,53 @@
+"""Engine sizes of a model with states: what vLLM would refuse at a start is refused before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from samebits.casework import memory
+from samebits.errors import Refused
+from samebits.recipe import Recipe
+
+
+def page_tokens(config: Mapping[str, Any], schedule: str) -> int:
+    """Tokens of the smallest page: keys and values of one layer fill no less than the state of one,
+    and it ends where a chunk does."""
+    from samebits.ops.gdn import CHUNK
+
+    state = memory.state_bytes(config, schedule, layers=1)
+    token = memory.kv_bytes(config, layers=1)
+    return -(-state // token // CHUNK) * CHUNK
+
+
+def check(recipe: Recipe) -> None:
+    """SB0328 where states are cached and pages or steps do not fit them; reads the recipe alone."""
+    if recipe.gdn_schedule is None:
+        return
+    from samebits.ops.gdn import CHUNK
+
+    sizes = recipe.engine
+    page, least = sizes["block_size"], page_tokens(recipe.config, recipe.gdn_schedule)
+    longest = -(-sizes["max_model_len"] // page)
+    wanted = {
+        "block_size": (
+            page >= least and page % CHUNK == 0,
+            f"{least} at least, which hold a layer's state, and a multiple of {CHUNK}",
+        ),
+        "max_num_batched_tokens": (
+            sizes["max_num_batched_tokens"] >= page,
+            f"{page} at least, a page: vLLM caches states at the end of one",
+        ),
+        "kv_blocks": (
+            sizes["kv_blocks"] > longest,
+            f"more than the {longest} pages of a sequence of max_model_len",
+        ),
+    }
+    wrong = [name for name, (fits, _) in wanted.items() if not fits]
+    if wrong:
+        raise Refused(
+            "SB0328",
+            seen=f"{recipe.path}, engine: {', '.join(f'{name} {sizes[name]}' for name in wrong)}",
+            required="; ".join(f"{name} of {wanted[name][1]}" for name in wrong),
+            hint="samebits explain SB0328",
+        )

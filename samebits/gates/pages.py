@@ -1,0 +1,83 @@
+"""Settings of the engines that stress a model with states: they follow from the tokens of a page.
+
+A page holds the keys and values of `block_size` tokens, or one state; vLLM makes both equal. A
+request takes a page for each state at once (one for every layer with a state, over the layers with
+full attention), and one for every page of its tokens. What has to happen is that a decode crosses
+the end of a page when none is free: as many prompts must be in flight as the pages hold to the last
+one, before the first of them has its response. So the step grows with the page, and pages are few.
+"""
+
+from __future__ import annotations
+
+from samebits.recipe import Recipe
+
+# Tokens of a page up to twice which an engine is stressed by the numbers below as they stand.
+PAGE = 256
+# Without a prefix cache a prompt may be cut anywhere: slices of 65 tokens alone, of 64 beside one
+# decode, of 63 beside two, and so on.
+_SLICED = {"max_num_batched_tokens": 65, "max_num_seqs": 16, "kv_blocks": 26}
+# With a prefix cache, states are kept at the ends of pages; too few of those for all requests.
+_PAGED = {
+    "cpu": {"max_num_batched_tokens": 640, "max_num_seqs": 16, "kv_blocks": 44},
+    "sm90": {"max_num_seqs": 64, "kv_blocks": 176},
+}
+# Pages that a prefix cache of large ones has more, for states that outlive their request.
+_CACHED = 6
+
+
+def large(recipe: Recipe) -> bool:
+    """Whether pages are so large that requests fill few of them, and slices grow with them."""
+    return recipe.platform == "cpu" and recipe.engine["block_size"] >= 2 * PAGE
+
+
+def step(page: int) -> int:
+    """Tokens of a step that slices prompts: as many to a page as 65 to one of 256.
+
+    Whole chunks and one token more, so that a slice is 1, 0, -1, ... tokens off a chunk's end, as
+    65, 64, 63, ... are.
+    """
+    return 64 * max(1, page // PAGE) + 1
+
+
+def states(recipe: Recipe) -> int:
+    """Pages that the states of one request take: layers with one, over those with attention."""
+    config = recipe.config
+    full = max(1, config["num_hidden_layers"] // config["full_attention_interval"])
+    linear = config["num_hidden_layers"] - full
+    return -(-linear // min(full, linear)) if linear else 0
+
+
+def tight(recipe: Recipe) -> int:
+    """Pages that prompts of a page, a page and two pages fill to the last one, with three times
+    their states, beside the page that vLLM never hands out."""
+    return 1 + 3 * (states(recipe) + 1) + 1
+
+
+def _longest(recipe: Recipe, times: int) -> int:
+    """Pages without which vLLM does not start: of the longest sequence, its states so many times,
+    and the one that is never handed out."""
+    engine = recipe.engine
+    return 1 + -(-engine["max_model_len"] // engine["block_size"]) + times * states(recipe)
+
+
+def sliced(recipe: Recipe) -> dict[str, int]:
+    """Engine of slices: no prefix cache, and preemption inside a chunk."""
+    found = {**_SLICED, "prefix_caching": False}
+    if large(recipe):
+        found |= {
+            "max_num_batched_tokens": step(recipe.engine["block_size"]),
+            "kv_blocks": max(tight(recipe), _longest(recipe, 1)),
+        }
+    return found
+
+
+def paged(recipe: Recipe) -> dict[str, int]:
+    """Engine of cached states: vLLM wants a page in a step at least, as the recipe has it."""
+    found = dict(_PAGED[recipe.platform])
+    if large(recipe):
+        found |= {
+            "max_num_batched_tokens": 2 * recipe.engine["block_size"] + 128,
+            # A state is copied into the page behind it, so that there are two for a while.
+            "kv_blocks": max(tight(recipe) + _CACHED, _longest(recipe, 2)),
+        }
+    return found
