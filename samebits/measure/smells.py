@@ -338,7 +338,8 @@ def _numeric(s: Streams) -> Smell | None:
         f"{moved.size} of {s.d.size} tokens moved, {up:.0%} of them up, mean |dlogp| {s.mean:.3g}, "
         f"largest {largest:.3g}: "
         + ("16-bit kernels that round elsewhere" if coarse else "another order of fp32 sums"),
-        "Use one set of kernels on both sides: samebits prove CASE"
+        "Make sure that both sides hold the same weights (no adapter merged on one of them, no "
+        "quantisation, no older step); then use one set of kernels: samebits prove CASE"
         if coarse
         else "Fix the order of the log-sum-exp and of row-parallel sums on both sides.",
         {"up": up, "mean": s.mean, "max": largest},
