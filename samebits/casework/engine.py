@@ -20,10 +20,10 @@ def page_tokens(config: Mapping[str, Any], schedule: str) -> int:
     return -(-state // token // CHUNK) * CHUNK
 
 
-def check(recipe: Recipe) -> None:
-    """SB0328 where states are cached and pages or steps do not fit them; reads the recipe alone."""
+def problems(recipe: Recipe) -> list[str]:
+    """Sizes that do not fit cached states, as "name seen: required"; reads the recipe alone."""
     if recipe.gdn_schedule is None:
-        return
+        return []
     from samebits.ops.gdn import CHUNK
 
     sizes = recipe.engine
@@ -43,11 +43,18 @@ def check(recipe: Recipe) -> None:
             f"more than the {longest} pages of a sequence of max_model_len",
         ),
     }
-    wrong = [name for name, (fits, _) in wanted.items() if not fits]
-    if wrong:
+    return [
+        f"{name} {sizes[name]}: {required}" for name, (fits, required) in wanted.items() if not fits
+    ]
+
+
+def check(recipe: Recipe) -> None:
+    """SB0328 where `problems` finds some."""
+    found = [problem.split(": ", 1) for problem in problems(recipe)]
+    if found:
         raise Refused(
             "SB0328",
-            seen=f"{recipe.path}, engine: {', '.join(f'{name} {sizes[name]}' for name in wrong)}",
-            required="; ".join(f"{name} of {wanted[name][1]}" for name in wrong),
+            seen=f"{recipe.path}, engine: {', '.join(seen for seen, _ in found)}",
+            required="; ".join(f"{seen.split()[0]} of {required}" for seen, required in found),
             hint="samebits explain SB0328",
         )

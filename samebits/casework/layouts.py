@@ -13,7 +13,6 @@ from typing import Any
 
 from samebits import recipe as recipes
 from samebits.casework import engine, memory, published
-from samebits.contract.fits import GDN
 from samebits.errors import Refused, word
 from samebits.ops import registry
 from samebits.recipe import PUBLISHED, Recipe
@@ -39,7 +38,6 @@ class Model:
 
     leaves       of sums over K and over the vocabulary; None where no recipe decides them
     schedule     of Gated DeltaNet
-    block_size   tokens of a page; None where no recipe decides it
     """
 
     name: str
@@ -50,7 +48,6 @@ class Model:
     vocabulary_leaves: int | None = None
     schedule: str | None = None
     proved_layers: int | None = None
-    block_size: int | None = None
 
 
 def problems(model: Model, tp: int) -> list[str]:
@@ -110,25 +107,17 @@ def _recurrent(model: Model) -> list[str]:
     assert config is not None
     if config.get("full_attention_interval") is None:
         return []
-    found = [
+    return [
         f"{name} {config[name]}: the rollout takes {published.HEAD_DIM} only"
         for name in ("linear_key_head_dim", "linear_value_head_dim")
         if config[name] != published.HEAD_DIM
     ]
-    chunk = GDN["gdn.core"]["chunk"]
-    assert isinstance(chunk, int)
-    if model.block_size is not None and model.block_size % chunk:
-        found.append(
-            f"block_size {model.block_size}: with its prefix cache the rollout takes multiples of "
-            f"{chunk} only, so that a cached state is one at the end of a chunk"
-        )
-    return found
 
 
 def problems_of(recipe: Recipe) -> list[str]:
     """Why layouts that a recipe claims are not admissible; empty where all are."""
     model = of_recipe(recipe)
-    found = [*_recurrent(model), *_uncut(model)]
+    found = [*_recurrent(model), *engine.problems(recipe), *_uncut(model)]
     for tp in sorted({*recipe.trainer_tp, *recipe.rollout_tp}):
         found += problems(model, tp)
     return found
@@ -144,7 +133,6 @@ def of_recipe(recipe: Recipe, config: Mapping[str, Any] | None = None) -> Model:
         vocabulary_leaves=recipe.vocabulary_leaves,
         schedule=recipe.gdn_schedule,
         proved_layers=recipe.config["num_hidden_layers"],
-        block_size=recipe.engine["block_size"],
     )
 
 

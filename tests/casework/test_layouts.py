@@ -118,7 +118,6 @@ def test_dimensions_of_a_recipe_are_those_of_a_model_too(toy, capsys):
     [
         ("linear_key_head_dim: 128", "linear_key_head_dim: 64", "the rollout takes 128 only"),
         ("linear_value_head_dim: 128", "linear_value_head_dim: 64", "the rollout takes 128 only"),
-        ("block_size: 256", "block_size: 96", "multiples of 64 only"),
     ],
 )
 def test_what_an_engine_refuses_at_its_start_is_not_admissible(checkout, capsys, old, new, why):
@@ -130,6 +129,17 @@ def test_what_an_engine_refuses_at_its_start_is_not_admissible(checkout, capsys,
     (said,) = plan(capsys, str(path), expected=2)["layout"]["refused"]
     assert why in said and new.partition(": ")[0] in said
     assert layouts.problems_of(recipes.load("fresh")) == [said]
+
+
+def test_a_page_that_ends_inside_a_chunk_is_refused_before_a_layout_is_looked_at(checkout, capsys):
+    assert cli.run(["case", "new", "fresh", "--architecture", "qwen3_5_text"]) == 0
+    path = checkout / "cases" / "fresh" / "recipe.yaml"
+    path.write_text(path.read_text().replace("block_size: 256", "block_size: 96"))
+    assert cli.run(["plan", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "SB0328" in said and "block_size 96" in said and "a multiple of 64" in said
+    (problem,) = layouts.problems_of(recipes.load("fresh"))
+    assert problem.startswith("block_size 96: ")
 
 
 def test_the_sizes_are_those_that_the_engine_asks_for():
