@@ -165,7 +165,9 @@ def _scalar(value: Any) -> str:
 
 @app.command()
 def diff(
-    left: Annotated[str, typer.Argument(help="Case or contract file.")],
+    left: Annotated[
+        str | None, typer.Argument(help="Case or contract file; by default, every case with one.")
+    ] = None,
     right: Annotated[
         str | None,
         typer.Argument(help="Case or contract file; by default, what `build` would write now."),
@@ -178,24 +180,34 @@ def diff(
     asks for. Known answers of a platform that this machine is not are not computed again.
     """
     from samebits import recipe as recipes
-    from samebits.contract.build import build as build_contract
     from samebits.contract.build import differences
-    from samebits.contract.platform import here
 
-    one, recipe = _load(left)
-    if right is None:
-        asked = recipe or recipes.load(one.case)
-        other = build_contract(asked, previous=one, probe=here(asked.platform))
-    else:
-        other, _ = _load(right)
-    rows = [{"field": f, "left": a, "right": b} for f, a, b in differences(one.data, other.data)]
+    names = [left] if left else [c for c in recipes.known_cases() if _path(c).is_file()]
+    rows = []
+    for name in names:
+        one, recipe = _load(name)
+        other = _load(right)[0] if right else _rebuilt(one, recipe)
+        rows += [
+            {"case": one.case, "field": field, "left": a, "right": b}
+            for field, a, b in differences(one.data, other.data)
+        ]
     _print(
         rows,
         as_json,
-        lambda row: f"{one.case}: {row['field']}\n  - {row['left']}\n  + {row['right']}",
+        lambda row: f"{row['case']}: {row['field']}\n  - {row['left']}\n  + {row['right']}",
     )
     if rows:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _rebuilt(contract: Contract, recipe: Recipe | None) -> Contract:
+    """What `build` would write now, with known answers where this machine can compute them."""
+    from samebits import recipe as recipes
+    from samebits.contract.build import build as build_contract
+    from samebits.contract.platform import here
+
+    asked = recipe or recipes.load(contract.case)
+    return build_contract(asked, previous=contract, probe=here(asked.platform))
 
 
 @app.command()

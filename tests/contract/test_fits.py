@@ -1,6 +1,7 @@
 """A contract binds to its case: one that the recipe does not ask for is refused before any work."""
 
 import copy
+import json
 import shutil
 from pathlib import Path
 
@@ -122,6 +123,9 @@ def test_a_claim_that_names_no_evidence_of_the_case_is_refused(checkout, capsys)
         assert cli.run(["contract", "show", "qwen3-tiny", *extra]) == 2
         assert "SB0325" in capsys.readouterr().err
     assert cli.run(["contract", "diff", "qwen3-tiny"]) == 1
+    capsys.readouterr()
+    assert cli.run(["contract", "diff", "--json"]) == 1  # of all cases
+    assert {row["case"] for row in json.loads(capsys.readouterr().out)} == {"qwen3-tiny"}
 
 
 # Constants of Gated DeltaNet regions.
