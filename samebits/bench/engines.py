@@ -185,7 +185,7 @@ def _rollouts(case: Recipe, model: Path, folder: Path) -> Iterator[dict[str, Any
                 "SB0512",
                 seen=first["failed"],
                 required="a running vLLM process",
-                hint="samebits doctor",
+                hint="samebits explain SB0512",
             )
         yield first
         if first["mismatches"]:  # the gate is red: nothing is to be timed

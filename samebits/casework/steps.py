@@ -574,6 +574,27 @@ class Progress:
         )
 
     @property
+    def blocked(self) -> list[State]:
+        """The steps that somebody decided to stop."""
+        return [state for state in self.states if state.state == BLOCKED]
+
+    def behind(self, name: str) -> list[str]:
+        """The steps that wait for one, also through others that do."""
+        found = {name}
+        for state in self.states:
+            if state.state == WAITING and found.intersection(state.after):
+                found.add(state.step)
+        return [state.step for state in self.states if state.step in found - {name}]
+
+    def stopped(self) -> str:
+        """One line on every blocked step: why, and what waits for it; empty where none is."""
+        texts = []
+        for state in self.blocked:
+            behind = ", ".join(self.behind(state.step))
+            texts.append(f"{state.step}: {state.why}" + (f"; {behind} after it" if behind else ""))
+        return f"blocked: {'; '.join(texts)}" if texts else ""
+
+    @property
     def exit_code(self) -> int:
         """0 all settled, 1 evidence shows a difference, 2 a file is refused, 3 otherwise."""
         states = {state.state for state in self.states}
@@ -593,6 +614,9 @@ class Progress:
             "out_of_scope": self.out_of_scope,
             "scope": self.scope,
             "next": following and {"step": following.step, "command": following.command},
+            "blocked": [
+                {"step": s.step, "why": s.why, "behind": self.behind(s.step)} for s in self.blocked
+            ],
             "steps": [asdict(state) for state in self.states],
             "notes": [dict(note) for note in self.notes],
         }

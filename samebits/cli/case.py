@@ -151,7 +151,8 @@ def show_status(
 ) -> None:
     """Show where a case stands, and the next command.
 
-    State is read from recipe, contract and evidence; the ledger adds decisions of people. Exit code
+    State is read from recipe, contract and evidence; the ledger adds decisions of people. Where
+    they stopped steps, the last line names these, why, and what waits for them. Exit code
     of one case: 0 every step done or out of scope, 1 evidence shows a difference, 2 a file is
     refused, 3 something is open. Without a case the exit code is 0.
     """
@@ -172,6 +173,8 @@ def show_status(
     following = found.next
     if following is not None:
         print(f"next: {following.command}  # {following.step}: {following.passes}")
+    if stopped := found.stopped():
+        print(stopped)
     raise typer.Exit(found.exit_code)
 
 

@@ -338,7 +338,7 @@ class RolloutEngine:
             "SB0512",
             seen="\n            ".join([problem.strip() or f"exit status {status}", *lines]),
             required="a running vLLM process",
-            hint="samebits doctor",
+            hint="samebits explain SB0512",
         )
 
     def _end(self) -> None:

@@ -243,6 +243,14 @@ def test_what_is_blocked_stops_what_follows(whole, capsys):
     found = status(capsys, 3)
     assert found["states"]["leg-c"] == "blocked" and found["states"]["oracle"] == "waiting"
     assert found["next"]["step"] == "leg-a"
+    (stopped,) = found["blocked"]
+    assert stopped["step"] == "leg-c" and "a bug upstream" in stopped["why"]
+    assert {"oracle", "backward", "rl", "write-up"} <= {*stopped["behind"]}
+    assert "leg-a" not in stopped["behind"]
+    assert cli.run(["case", "status", "toy"]) == 3
+    *_, command, last = capsys.readouterr().out.splitlines()
+    assert command.startswith("next: samebits prove toy --record")
+    assert last.startswith("blocked: leg-c: a bug upstream") and "oracle" in last
 
 
 def test_no_recorded_row_leaves_overhead_open(whole, capsys):
