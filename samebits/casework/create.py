@@ -164,7 +164,7 @@ def _take(data: dict[str, Any], dims: Mapping[str, Any], layers: int | None) -> 
     data["contract"]["reduction_leaves"] = 1 if any(n % 2 for n in sums) else 2
     data["contract"]["vocabulary_leaves"] = 1 if config["vocab_size"] % 2 else 2
     if "gdn_schedule" in data["contract"]:
-        data["engine"] |= _paged(config, data)
+        _size(data, config)
 
 
 def divisible(config: Mapping[str, Any], size: int) -> bool:
@@ -174,15 +174,19 @@ def divisible(config: Mapping[str, Any], size: int) -> bool:
     return all(config[name] % size == 0 for name in [*names, *(n for n in linear if n in config)])
 
 
-def _paged(config: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, int]:
-    """Engine sizes of a hybrid: a page of keys and values is no smaller than a layer's state."""
+def _size(data: dict[str, Any], config: Mapping[str, Any]) -> None:
+    """Sizes of a hybrid: a page of keys and values is no smaller than a layer's state."""
+    from samebits.gates import pages
+
     block = engine.page_tokens(config, data["contract"]["gdn_schedule"])
+    platform = data.get("platform", "cpu")
     sizes = data["engine"]
-    return {
-        "block_size": block,
-        "max_model_len": max(sizes["max_model_len"], 4 * block),
-        "max_num_batched_tokens": max(sizes["max_num_batched_tokens"], 2 * block + 128),
-    }
+    least = pages.engine(platform, block)
+    sizes |= {name: max(sizes[name], value) for name, value in least.items()}
+    sizes["block_size"] = block
+    if pages.large(platform, block):
+        data["run"] |= pages.RUN
+        data["rl"]["steps"] = pages.RL_STEPS
 
 
 class _Quoted(str):

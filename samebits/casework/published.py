@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,8 +293,11 @@ def _recurrent_gaps(config: Mapping[str, Any], name: str) -> Iterator[Gap]:
 
 
 def decimal(value: float) -> str:
-    """A real number as a recipe writes it: shortest decimal, whole numbers without a point."""
-    return str(int(value)) if float(value).is_integer() else repr(float(value))
+    """A real number as a recipe writes it: shortest decimal, whole numbers without a point, and no
+    zero before an exponent (1e-6, where Python writes 1e-06)."""
+    if float(value).is_integer():
+        return str(int(value))
+    return re.sub(r"e(-?)\+?0*", r"e\1", repr(float(value)))
 
 
 def dimensions(config: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -83,13 +83,10 @@ def chunked(
     max_tokens: int,
     count: int,
     seed: int,
-    few: bool = False,
 ) -> list[Request]:
     """As `synthetic`, for a model that cuts its recurrence at multiples of `chunk` tokens.
 
     page   tokens between two states that the prefix cache keeps
-    few    pages are large: a shared prefix of one, two of the prompts of two, and drawn prompts of
-           a few chunks, which are half of the tokens or less
     Lengths: one token, a chunk and one token off, a page and a few tokens less (so that the
     response crosses its end), two identical prompts with different seeds, a prefix of two pages
     that is shared with the first request, and two pages and a few tokens less, several times: one
@@ -100,8 +97,7 @@ def chunked(
     def ids(n: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, vocabulary) for _ in range(n))
 
-    shared = 1 if few else 2
-    prefix = ids(min(shared * page + chunk // 2, max_model_len - max_tokens - chunk - 1))
+    prefix = ids(min(2 * page + chunk // 2, max_model_len - max_tokens - chunk - 1))
     twin = ids(chunk + 3)
     corner: list[tuple[str, tuple[int, ...]]] = [
         ("shared-prefix", prefix + ids(3)),
@@ -119,11 +115,43 @@ def chunked(
         ("one-page", ids(page)),
     ]
     longest = max_model_len - max_tokens - 1
-    short = (2, 5) if few else range(2, 8)
-    corner += [(f"two-pages-minus-{n}", ids(min(2 * page - n, longest))) for n in short]
-    drawn = 4 * chunk if few else page + chunk
+    corner += [(f"two-pages-minus-{n}", ids(min(2 * page - n, longest))) for n in range(2, 8)]
     while len(corner) < count:
-        corner.append(("random", ids(draw.randrange(2, drawn))))
+        corner.append(("random", ids(draw.randrange(2, page + chunk))))
+    return _requests(corner[:count], seed, max_tokens)
+
+
+def large_paged(
+    *, vocabulary: int, chunk: int, page: int, max_tokens: int, count: int, seed: int
+) -> list[Request]:
+    """As `chunked`, where pages are large: four prompts are about as long as one, others short.
+
+    The first fills a page, and the second goes on behind it, from its state where that is cached.
+    Two are a few tokens less than a page: `gates.pages` gives an engine so many pages that those
+    two fill them, and when one crosses the end of its page, the other loses its own. Two chunks are
+    the most that a drawn prompt has.
+    """
+    draw = random.Random(seed)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(3, vocabulary) for _ in range(n))
+
+    prefix, twin = ids(page), ids(chunk - 3)
+    corner: list[tuple[str, tuple[int, ...]]] = [
+        ("shared-prefix", prefix),
+        ("shared-prefix", prefix + ids(1)),
+        ("one-token", ids(1)),
+        ("chunk-minus-one", ids(chunk - 1)),
+        ("one-chunk", ids(chunk)),
+        ("chunk-plus-one", ids(chunk + 1)),
+        ("twin", twin),
+        ("twin", twin),
+        ("chunk-minus-four", ids(chunk - 4)),
+        ("page-minus-three", ids(page - 3)),
+        ("page-minus-five", ids(page - 5)),
+    ]
+    while len(corner) < count:
+        corner.append(("random", ids(draw.randrange(2, 2 * chunk))))
     return _requests(corner[:count], seed, max_tokens)
 
 

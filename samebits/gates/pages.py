@@ -4,7 +4,8 @@ A page holds the keys and values of `block_size` tokens, or one state; vLLM make
 request takes a page for each state at once (one for every layer with a state, over the layers with
 full attention), and one for every page of its tokens. What has to happen is that a decode crosses
 the end of a page when none is free: as many prompts must be in flight as the pages hold to the last
-one, before the first of them has its response. So the step grows with the page, and pages are few.
+one, before the first of them has its response. So the step grows with the page, and pages are few:
+of large ones, as many as two prompts of `gates.capsule.large_paged` fill.
 """
 
 from __future__ import annotations
@@ -21,13 +22,36 @@ _PAGED = {
     "cpu": {"max_num_batched_tokens": 640, "max_num_seqs": 16, "kv_blocks": 44},
     "sm90": {"max_num_seqs": 64, "kv_blocks": 176},
 }
-# Pages that a prefix cache of large ones has more, for states that outlive their request.
-_CACHED = 6
+# Pages that a prefix cache of large ones has more: a state is copied into the page behind it, and
+# those at the ends of pages outlive their request.
+_CACHED = 4
+# Tokens that a step of such an engine has beside those of a page.
+_BESIDE = 128
+# Sizes of a run over large pages: the least requests that fill a step of sixteen, and responses that
+# cross the ends of pages and chunks. Few tokens are enough for every hazard and least number.
+RUN = {
+    "requests": 16,
+    "response": 16,
+    "alone": 8,
+    "control_requests": 16,
+    "control_prompt": 320,
+    "control_response": 16,
+    "stock_rl_prompts": 2,
+}
+# Two steps behind a refit: one of their prompts fills a page, so that there is one to drop.
+RL_STEPS = 3
 
 
-def large(recipe: Recipe) -> bool:
+def large(platform: str, page: int) -> bool:
     """Whether pages are so large that requests fill few of them, and slices grow with them."""
-    return recipe.platform == "cpu" and recipe.engine["block_size"] >= 2 * PAGE
+    return platform == "cpu" and page >= 2 * PAGE
+
+
+def engine(platform: str, page: int) -> dict[str, int]:
+    """Sizes of a new case's engines: the longest sequence, and a step, which hold pages."""
+    if large(platform, page):
+        return {"max_model_len": 2 * page, "max_num_batched_tokens": page + _BESIDE}
+    return {"max_model_len": 4 * page, "max_num_batched_tokens": 2 * page + _BESIDE}
 
 
 def step(page: int) -> int:
@@ -48,24 +72,25 @@ def states(recipe: Recipe) -> int:
 
 
 def tight(recipe: Recipe) -> int:
-    """Pages that prompts of a page, a page and two pages fill to the last one, with three times
-    their states, beside the page that vLLM never hands out."""
-    return 1 + 3 * (states(recipe) + 1) + 1
+    """Pages that two prompts of a page or less fill to the last one, with their states, beside the
+    page that vLLM never hands out."""
+    return 1 + 2 * (states(recipe) + 1)
 
 
 def _longest(recipe: Recipe, times: int) -> int:
     """Pages without which vLLM does not start: of the longest sequence, its states so many times,
     and the one that is never handed out."""
-    engine = recipe.engine
-    return 1 + -(-engine["max_model_len"] // engine["block_size"]) + times * states(recipe)
+    sizes = recipe.engine
+    return 1 + -(-sizes["max_model_len"] // sizes["block_size"]) + times * states(recipe)
 
 
 def sliced(recipe: Recipe) -> dict[str, int]:
     """Engine of slices: no prefix cache, and preemption inside a chunk."""
     found = {**_SLICED, "prefix_caching": False}
-    if large(recipe):
+    page = recipe.engine["block_size"]
+    if large(recipe.platform, page):
         found |= {
-            "max_num_batched_tokens": step(recipe.engine["block_size"]),
+            "max_num_batched_tokens": step(page),
             "kv_blocks": max(tight(recipe), _longest(recipe, 1)),
         }
     return found
@@ -74,10 +99,10 @@ def sliced(recipe: Recipe) -> dict[str, int]:
 def paged(recipe: Recipe) -> dict[str, int]:
     """Engine of cached states: vLLM wants a page in a step at least, as the recipe has it."""
     found = dict(_PAGED[recipe.platform])
-    if large(recipe):
+    page = recipe.engine["block_size"]
+    if large(recipe.platform, page):
         found |= {
-            "max_num_batched_tokens": 2 * recipe.engine["block_size"] + 128,
-            # A state is copied into the page behind it, so that there are two for a while.
+            "max_num_batched_tokens": page + _BESIDE,
             "kv_blocks": max(tight(recipe) + _CACHED, _longest(recipe, 2)),
         }
     return found

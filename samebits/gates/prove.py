@@ -26,6 +26,7 @@ from samebits.gates import (
     lanes,
     locate,
     oracle,
+    pages,
     rl,
     semantic,
     stages,
@@ -97,6 +98,8 @@ class Size:
             # Pages of states are large: a short response never needs one that is not there, and
             # a request has to hold two of them when it is preempted. Distances of leg O are within
             # some percent of stock's, so that a few hundred tokens do not tell them apart.
+            if pages.large(recipe.platform, recipe.engine["block_size"]):
+                return replace(size, **pages.RUN)
             if not quick:
                 return size
             return replace(size, requests=20, response=24, control_requests=16, control_prompt=400)

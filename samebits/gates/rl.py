@@ -24,7 +24,7 @@ from samebits.engines.trainer import OptimizerSettings
 from samebits.engines.trainer_batch import TrainBatch
 from samebits.engines.trainer_process import TrainerProcess
 from samebits.errors import Different, Refused
-from samebits.gates import agreement, policy, semantic, stages, tasks
+from samebits.gates import agreement, pages, policy, semantic, stages, tasks
 from samebits.gates.run import Run, Stage, say
 from samebits.gates.streams import Counts, FirstDifference, Stream, compare
 
@@ -72,7 +72,7 @@ def run_rl(
     if prompts_per_step is not None:
         settings = {**settings, "prompts_per_step": prompts_per_step}
     _use_patched_verl(run)
-    asked = tasks.of(run.recipe, run.model, _needed(settings))
+    asked = tasks.of(run.recipe, run.model, _needed(settings), paged=not _spared(run, arithmetic))
     most = steps * _STEPS_AT_MOST if refitted_tokens else steps
     plan = _plan(asked, settings, most)
     semantic.distinct(
@@ -120,6 +120,13 @@ def run_rl(
             _report(arithmetic, record)
         served = _served(run, engine, trainer) if arithmetic == "aligned" else {}
     return Stage(streams, {"steps": records, "served": served})
+
+
+def _spared(run: Run, arithmetic: str) -> bool:
+    """Whether no prompt has to fill a page: a control drops no cache, and large pages cost it most
+    of its time, above all in torch's bf16 gradients."""
+    large = pages.large(run.recipe.platform, run.recipe.engine["block_size"])
+    return arithmetic == "stock" and run.recipe.gdn_schedule is not None and large
 
 
 def _refitted(records: Sequence[dict[str, Any]]) -> int:

@@ -38,10 +38,10 @@ class Tasks:
     reward: Callable[[Any, Sequence[int]], float]
 
 
-def of(recipe: Recipe, model: Path, count: int) -> Tasks:
-    """All prompts of the case's file, or else `count` drawn ones."""
+def of(recipe: Recipe, model: Path, count: int, *, paged: bool = True) -> Tasks:
+    """All prompts of the case's file, or else `count` drawn ones; `paged` as of `drawn`."""
     if not prompts.path(recipe).exists():
-        return drawn(recipe, count)
+        return drawn(recipe, count, paged=paged)
     tokenizer = prompts.tokenizer_of(model)
     return Tasks(
         prompts.load(recipe, tokenizer),
@@ -49,12 +49,12 @@ def of(recipe: Recipe, model: Path, count: int) -> Tasks:
     )
 
 
-def drawn(recipe: Recipe, count: int) -> Tasks:
-    """Short prompts behind one that fills more than a block of the prefix cache."""
+def drawn(recipe: Recipe, count: int, *, paged: bool = True) -> Tasks:
+    """Short prompts behind one that fills more than a block of the prefix cache, if `paged`."""
     draw = random.Random(_SEED)
     vocabulary = recipe.config["vocab_size"]
     rewarded = frozenset(draw.sample(range(vocabulary), vocabulary // 2))
-    lengths = [recipe.engine["block_size"] + _LONGEST]
+    lengths = [recipe.engine["block_size"] + _LONGEST if paged else _LONGEST]
     lengths += [draw.randrange(_SHORTEST, _LONGEST) for _ in range(count - 1)]
     asked = [Drawn(tuple(draw.randrange(3, vocabulary) for _ in range(n))) for n in lengths]
 

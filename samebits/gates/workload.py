@@ -25,16 +25,17 @@ def main(
     if recipe.gdn_schedule is not None:
         from samebits.ops import gdn
 
-        return capsule.chunked(
-            vocabulary=recipe.config["vocab_size"],
-            chunk=gdn.CHUNK,
-            page=recipe.engine["block_size"],
-            max_model_len=recipe.engine["max_model_len"],
-            max_tokens=max_tokens,
-            count=count,
-            seed=capsule.SEEDS["capsule"],
-            few=pages.large(recipe),
-        )
+        sizes: dict[str, int] = {
+            "vocabulary": recipe.config["vocab_size"],
+            "chunk": gdn.CHUNK,
+            "page": recipe.engine["block_size"],
+            "max_tokens": max_tokens,
+            "count": count,
+            "seed": capsule.SEEDS["capsule"],
+        }
+        if pages.large(recipe.platform, recipe.engine["block_size"]):
+            return capsule.large_paged(**sizes)
+        return capsule.chunked(**sizes, max_model_len=recipe.engine["max_model_len"])
     requests = capsule.synthetic(
         vocabulary=recipe.config["vocab_size"],
         block_size=recipe.engine["block_size"],
