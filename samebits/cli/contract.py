@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samebits.cli.output import show_progress
 from samebits.errors import EXIT_DIFFERENT
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def build(
         if not cases and not here(recipe.platform):
             typer.echo(f"{recipe.case}: left alone, its platform is {recipe.platform}", err=True)
             continue
-        contract = build_contract(recipe, previous=_previous(path), renew=renew)
+        with show_progress(recipe.case, "regions") as told:
+            contract = build_contract(recipe, previous=_previous(path), renew=renew, told=told)
         state = "written" if write(contract, path) else "unchanged"
         rows.append(
             {"case": recipe.case, "state": state, "digest": contract.digest, "file": str(path)}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import typer
@@ -40,3 +41,26 @@ def show_table(
     for row in rows:
         table.add_row(*row)
     Console(width=160, markup=False, highlight=False).print(table)
+
+
+@contextlib.contextmanager
+def show_progress(what: str, things: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A function of (name, how many are done, of how many) that shows it on stderr.
+
+    A terminal has a bar; where lines are kept, each name is one when it begins.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda name, done, total: typer.echo(
+            f"{what}: {name} ({done + 1} of {total} {things})", err=True
+        )
+        return
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda name, done, total: progress.update(
+            task, description=f"{what}: {name}", completed=done, total=total
+        )

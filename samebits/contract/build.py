@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,7 @@ def build(
     *,
     renew: bool = False,
     probe: bool = True,
+    told: Callable[[str, int, int], None] | None = None,
 ) -> Contract:
     """Contract of a recipe. The same inputs give the same bytes.
 
@@ -115,6 +116,7 @@ def build(
               when an operator gives other bits although its source did not change
     probe     False: compute nothing, and keep the answers of `previous`; what a machine without
               the recipe's chip can compare
+    told      as of `platform.run_probes`: probes compile and run for a minute or more
 
     Refuses as `platform.require` where probes cannot run here, and SB0328 as `casework.engine`.
     """
@@ -132,7 +134,7 @@ def build(
     platforms = _kept_answers(previous, composition)
     if probe:
         regions = registry.regions_of(recipe.architecture)
-        answers = run_probes({region: installed[region] for region in regions})
+        answers = run_probes({region: installed[region] for region in regions}, told)
         description = describe(recipe.platform)
         key = canonical.digest(description)
         recorded = platforms.get(key, {"known_answers": {}})["known_answers"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -132,12 +132,21 @@ def _check_installed(entry: Mapping, region: str, installed: Mapping[str, Implem
         )
 
 
-def run_probes(installed: Mapping[str, Implementation]) -> dict[str, str]:
-    """Region -> 128-bit digest of its probe's outputs. Served counts are left as they were."""
+def run_probes(
+    installed: Mapping[str, Implementation], told: Callable[[str, int, int], None] | None = None
+) -> dict[str, str]:
+    """Region -> 128-bit digest of its probe's outputs. Served counts are left as they were.
+
+    told   called before each probe with its region, how many are behind it, and how many there are
+    """
     from samebits.ops import registry
 
     before = registry.served()
-    answers = {region: bits.hex_digest(impl.probe()) for region, impl in installed.items()}
+    answers = dict[str, str]()
+    for region, implementation in installed.items():
+        if told is not None:
+            told(region, len(answers), len(installed))
+        answers[region] = bits.hex_digest(implementation.probe())
     registry.reset_served()
     for region, rows in before.items():
         registry.count_served(region, rows)

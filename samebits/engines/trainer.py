@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +43,8 @@ from samebits.weights.checksums import tensor_checksum
 # Rows of logits that exist at one time while scoring, by the kind of device: of 49152 columns
 # 24 MiB on a CPU, 768 MiB on a GPU, where few rows leave most of it idle.
 LOGIT_ROWS = {"cpu": 128, "cuda": 4096}
+# Seconds between two lines about a call that takes long.
+_QUIET = 20.0
 
 # loss_fn(logprobs, old_logprobs, advantages, mask) -> (loss, metrics); all [sequences, targets],
 # fp32, right-padded with mask 0; the loss is a mean over the masked tokens.
@@ -348,7 +351,7 @@ class Trainer:
         self.model.eval()
         logprobs: list[torch.Tensor] = []
         names: list[list[str]] = []
-        for indices in batches.micro_batches(sequences, self.micro_tokens):
+        for indices in self._told(f"score, {layout}", sequences):
             part = [sequences[i] for i in indices]
             found: list[str] = []
 
@@ -367,6 +370,18 @@ class Trainer:
             ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
             names += [found[a:b] for a, b in itertools.pairwise(ends)]
         return Scores(logprobs, names if digests else None)
+
+    def _told(self, what: str, sequences: Sequence[Sequence[int]]) -> Iterator[range]:
+        """The micro-batches of `sequences`; rank 0 tells on stderr how many are behind it, where
+        they take long."""
+        begun = last = time.monotonic()
+        for indices in batches.micro_batches(sequences, self.micro_tokens):
+            yield indices
+            now = time.monotonic()
+            if self.tp_rank == 0 and now - last >= _QUIET and indices.stop < len(sequences):
+                last = now
+                done = f"{indices.stop} of {len(sequences)} sequences"
+                sys.stderr.write(f"trainer: {what}: {done} in {now - begun:.0f} s\n")
 
     def _row_digests(self, logits: torch.Tensor) -> list[str]:
         from samebits.hooks.megatron.logprob import row_digests
@@ -432,7 +447,7 @@ class Trainer:
         self._ddp.zero_grad_buffer()
         total = sum(float(m.sum()) for m in batch.mask)
         loss_sum, metrics, logprobs = 0.0, dict[str, float](), list[torch.Tensor]()
-        for indices in batches.micro_batches(batch.sequences, self.micro_tokens):
+        for indices in self._told(f"step {self.step + 1}", batch.sequences):
             part = [batch.sequences[i] for i in indices]
             sizes = [len(s) - 1 for s in part]
             share = sum(float(batch.mask[i].sum()) for i in indices) / total

@@ -10,6 +10,9 @@ of large ones, as many as two prompts of `gates.capsule.large_paged` fill.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from samebits.recipe import Recipe
 
 # Tokens of a page up to twice which an engine is stressed by the numbers below as they stand.
@@ -27,9 +30,9 @@ _PAGED = {
 _CACHED = 4
 # Tokens that a step of such an engine has beside those of a page.
 _BESIDE = 128
-# Sizes of a run over large pages: the least requests that fill a step of sixteen, and responses that
-# cross the ends of pages and chunks. Few tokens are enough for every hazard and least number.
-RUN = {
+# Sizes of a run over large pages: the least requests that fill a step of sixteen, and responses
+# that cross the ends of pages and chunks. Few tokens do for every hazard and least number.
+RUN: Mapping[str, Any] = {
     "requests": 16,
     "response": 16,
     "alone": 8,
