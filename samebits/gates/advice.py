@@ -7,7 +7,8 @@ import re
 _PATTERNS = (
     (
         r"hazard (preempted|preempted_inside_chunk|resumed_from_state) never fired",
-        "more tokens than the stress engine has pages for: raise `requests` and `response`",
+        "more tokens than the stress engine has pages for: raise `requests` and `response`, or "
+        "lower `stress_blocks`",
     ),
     (
         r"hazard batch_16 never fired",

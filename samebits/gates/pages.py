@@ -38,7 +38,7 @@ RUN: Mapping[str, Any] = {
     "alone": 8,
     "control_requests": 16,
     "control_prompt": 320,
-    "control_response": 16,
+    "control_response": 20,
     "stock_rl_prompts": 2,
 }
 # Two steps behind a refit: one of their prompts fills a page, so that there is one to drop.

@@ -21,8 +21,11 @@ from samebits.evidence.pairs import of_layouts
 from samebits.evidence.statement import Statement
 from samebits.evidence.verdict import CONTROL_TOKENS, diverged
 from samebits.gates import (
+    advice,
     agreement,
     capsule,
+    fired,
+    forecast,
     lanes,
     locate,
     oracle,
@@ -285,6 +288,7 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
     )
     for capsule_requests in (requests, controls):
         semantic.distinct((request.prompt, request.seed) for request in capsule_requests)
+    forecast.check(run, requests)
     done: dict[str, Stage] = {}
     works = _works(run, size, requests, controls, done)
     begun = time.monotonic()
@@ -295,9 +299,17 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
             took = f"{stage.facts['seconds']:.0f} s"
         elapsed = clock(time.monotonic() - begun)
         say(f"{name}: {took} (stage {count} of {len(works)}, {elapsed} so far)")
+        _tell_unfired(run, name, done)
         if {"rollout_stress", "trainer"} <= done.keys():
             _agree(run, done)
     return done
+
+
+def _tell_unfired(run: Run, name: str, done: Mapping[str, Stage]) -> None:
+    """Hazards that a stage should have fired and did not: the verdict will not be EQUAL."""
+    for reason in fired.missing(run.recipe, name, done) if name in done else ():
+        hint = advice.of(reason, recorded=run.flag == " --record")
+        say(f"{name}: {reason}" + (f"; {hint}" if hint else ""))
 
 
 def _works(
@@ -518,99 +530,52 @@ def _self_control(done: Mapping[str, Stage], left: str, right: str) -> dict[str,
 
 
 def _leg_a(book: _Book, done: Mapping[str, Stage]) -> None:
-    """Hazards are counted where the streams of a pair came from, prefill and decode apart."""
     plain, stress = done["rollout_plain"], done["rollout_stress"]
-    together, single = plain.facts["batch_hazards"], plain.facts["alone_hazards"]
-    mixed = stress.facts["hazards"]["batch_sizes"].get("16", 0)
-
-    def steps(hazards: Mapping[str, Any], call: str, size: str) -> int:
-        return hazards["batch_sizes_of"][call].get(size, 0)
-
+    hazards = fired.batched(plain, stress)
+    pair = "prefill-alone/prefill-batch"
     book.add(
         "A",
-        "prefill-alone/prefill-batch",
+        pair,
         compare(plain.streams["alone"], plain.streams["batch"]),
-        hazards={
-            "batch_1": steps(single, "score", "1"),
-            "batch_16": steps(together, "score", "16"),
-        },
+        hazards=hazards[pair],
         control=_self_control(done, "alone", "batch"),
     )
-    book.add(
-        "A",
-        "decode-alone/decode-mixed",
-        compare(plain.streams["decode_alone"], stress.streams["decode"], sampled=True),
-        hazards={"batch_1": steps(single, "generate", "1"), "batch_16": mixed},
-    )
-    book.add(
-        "A",
-        "decode-batch/decode-mixed",
-        compare(plain.streams["decode_batch"], stress.streams["decode"], sampled=True),
-        hazards={"batch_16": steps(together, "generate", "16")},
-    )
-
-
-def _graphs(fired: Mapping[str, Any]) -> dict[str, int]:
-    """Steps that an engine on a GPU replayed; nothing where there are no graphs to replay."""
-    return {rows.GRAPHS: fired["graph_replays"]} if "graph_replays" in fired else {}
+    mixed = stress.streams["decode"]
+    for arm in ("alone", "batch"):
+        pair = f"decode-{arm}/decode-mixed"
+        counts = compare(plain.streams[f"decode_{arm}"], mixed, sampled=True)
+        book.add("A", pair, counts, hazards=hazards[pair])
 
 
 def _leg_b(book: _Book, done: Mapping[str, Stage]) -> None:
-    fired = done["rollout_stress"].facts["hazards"]
-    twins = _twins(done)
+    name = fired.ROWS["rollout_stress"]
     book.add(
         "B",
-        "decode/prefill",
+        name,
         compare(done["rollout_stress"].streams["decode"], done["rollout_plain"].streams["batch"]),
-        hazards={
-            "split_mid_prompt": fired["split_mid_prompt"],
-            "mixed_batch": fired["mixed_steps"],
-            "prefix_hit": fired["prefix_hit_requests"],
-            "preempted": fired.get("resumed", 0),
-            "one_token_prompt": fired["one_token_prompts"],
-            "exact_block_prompt": fired["exact_block_prompts"],
-            "same_prompt_two_seeds": twins,
-            **_graphs(fired),
-        },
+        hazards=fired.decoded(name, done["rollout_stress"]),
         control=_self_control(done, "decode", "batch"),
     )
-
-
-# Hazards of leg B of a model with states: the counters of the engine without prefix cache have the
-# same names, but for these.
-_NAMED_OTHERWISE = ("mixed_batch", "preempted", "one_token_prompt", "same_prompt_two_seeds")
-_SLICED = "decode-sliced/prefill"
-_IN_SLICES = tuple(h for h in rows.of("B", _SLICED).hazards if h not in _NAMED_OTHERWISE)
 
 
 def _leg_b_of_states(book: _Book, done: Mapping[str, Stage]) -> None:
     """Three engines decode the same requests along paths that share as little as possible."""
-    fired, paged = (done[name].facts["hazards"] for name in ("rollout_stress", "rollout_paged"))
     prefill = done["rollout_plain"].streams["batch"]
     sliced = done["rollout_stress"].streams["decode"]
-    pages = done["rollout_paged"].streams["decode"]
+    paged = done["rollout_paged"].streams["decode"]
+    in_slices, in_pages = (fired.ROWS_OF_STATES[n] for n in ("rollout_stress", "rollout_paged"))
     book.add(
         "B",
-        _SLICED,
+        in_slices,
         compare(sliced, prefill),
-        hazards={
-            **{name: fired.get(name, 0) for name in _IN_SLICES},
-            "mixed_batch": fired["mixed_steps"],
-            "preempted": fired.get("resumed", 0),
-            "one_token_prompt": fired["one_token_prompts"],
-            "same_prompt_two_seeds": _twins(done),
-            **_graphs(fired),
-        },
+        hazards=fired.decoded(in_slices, done["rollout_stress"]),
         control=_self_control(done, "decode", "batch"),
     )
     book.add(
         "B",
-        "decode-paged/prefill",
-        compare(pages, prefill, sampled=True),
-        hazards={
-            "prefix_hit": paged["prefix_hit_requests"],
-            "resumed_from_state": paged["resumed_from_state"],
-        },
+        in_pages,
+        compare(paged, prefill, sampled=True),
+        hazards=fired.decoded(in_pages, done["rollout_paged"]),
     )
     book.add(
         "B",
@@ -621,14 +586,8 @@ def _leg_b_of_states(book: _Book, done: Mapping[str, Stage]) -> None:
     book.add(
         "B",
         "decode-sliced/decode-paged",
-        compare(sliced, pages, sampled=True),
+        compare(sliced, paged, sampled=True),
     )
-
-
-def _twins(done: Mapping[str, Stage]) -> int:
-    """Pairs of requests with one prompt and two seeds whose responses differ."""
-    first, second = (done["rollout_stress"].facts["sequences"][i] for i in capsule.TWINS)
-    return int(first != second)
 
 
 def _leg_c(book: _Book, done: Mapping[str, Stage]) -> None:
@@ -692,17 +651,11 @@ def _leg_d(book: _Book, run: Run, done: Mapping[str, Stage]) -> None:
 
 
 def _leg_e(book: _Book, done: Mapping[str, Stage]) -> None:
-    steps = done["rl_aligned"].facts["steps"]
-    late = steps[1:]
     book.add(
         "E",
         "rollout/trainer-after-refits",
         rl.as_counts(done["rl_aligned"]),
-        hazards={
-            "optimizer_step": sum(step["grad_norm"] > 0 for step in steps[:-1]),
-            "refit": len(late),
-            "prefix_cache_invalidated": sum(step["cache_invalidated"] for step in late),
-        },
+        hazards=fired.refitted(done["rl_aligned"]),
         control=_control("stock", rl.as_counts(done["rl_stock"])),
     )
 

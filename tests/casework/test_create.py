@@ -9,6 +9,7 @@ from samebits import cli
 from samebits import recipe as recipes
 from samebits.casework import layouts, memory
 from samebits.contract.build import build
+from samebits.gates import workload
 from samebits.gates.prove import Size
 
 
@@ -44,7 +45,7 @@ def test_published_dimensions_with_few_layers(checkout, published, capsys):
     assert recipe.config["num_hidden_layers"] == 2
     assert (recipe.folder / "config.json").read_bytes() == path.read_bytes()
     text = recipe.path.read_text()
-    assert 'rms_norm_eps: "1e-05"' in text and "# Leg D compares" in text
+    assert 'rms_norm_eps: "1e-5"' in text and "# Leg D compares" in text
 
 
 @pytest.mark.parametrize("model", [None, "hybrid"])
@@ -55,8 +56,10 @@ def test_the_slow_control_of_a_recorded_run_is_as_short_as_that_of_a_quick_one(
     assert new("fresh", "--config", str(published(**base))) == 0
     recipe = recipes.load("fresh")
     record, quick = (Size.of(recipe, quick=quick, record=not quick) for quick in (False, True))
-    assert (record.stock_rl_steps, record.stock_rl_prompts) == (2, 1)
-    assert (quick.stock_rl_steps, quick.stock_rl_prompts) == (2, 1)
+    # Where pages are large, a control's prompts are short, and two are what one sync needs.
+    few = (2, 1 if model is None else 2)
+    assert (record.stock_rl_steps, record.stock_rl_prompts) == few
+    assert (quick.stock_rl_steps, quick.stock_rl_prompts) == few
     assert record.control_requests >= quick.control_requests
     assert record.control_prompt >= quick.control_prompt
     # A control is read on CONTROL_TOKENS or more; leg O compares what the controls scored.
@@ -89,6 +92,23 @@ def test_a_hybrid_gets_one_interval_and_pages_as_large_as_a_state(checkout, publ
     assert block % 64 == 0
     assert block * memory.kv_bytes(recipe.config, layers=1) - state >= 0
     assert (block - 64) * memory.kv_bytes(recipe.config, layers=1) < state
+    assert (block, recipe.engine["max_model_len"]) == (1024, 2048)
+    assert 1024 < recipe.engine["max_num_batched_tokens"] < 2048
+
+
+def test_a_hybrid_with_large_pages_runs_few_tokens(checkout, published, hybrid, tmp_path):
+    """Twice as many as its four prompts of a page have, at most, and what every leg asks for."""
+    assert new("fresh", "--config", str(published(hybrid))) == 0
+    recipe = recipes.load("fresh")
+    for quick in (False, True):
+        size = Size.of(recipe, quick=quick, record=not quick)
+        requests = workload.main(recipe, tmp_path, size.requests, size.response, 257)
+        total = sum(len(r.prompt) + r.max_tokens for r in requests)
+        assert recipe.legs["C"].tokens < 2 * total < 2 * 1.3 * 4 * 1024
+        assert len(requests) * size.response * 3 >= recipe.legs["B"].tokens
+        rl = recipe.rl
+        samples = rl["prompts_per_step"] * rl["samples_per_prompt"] * rl["max_tokens"]
+        assert (rl["steps"] - 1) * samples >= recipe.legs["E"].tokens
 
 
 def test_the_templates_page_is_what_a_hybrid_recipe_has():

@@ -10,7 +10,7 @@ import pytest
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.evidence import current
-from samebits.gates import capsule, prove, semantic, workload
+from samebits.gates import capsule, fired, semantic, workload
 from samebits.gates.run import Stage
 from samebits.gates.streams import Stream
 
@@ -43,7 +43,7 @@ class Maker:
 
 def _rollout(make: Maker) -> dict[str, Stage]:
     hazards = ("split_mid_prompt", "mixed_steps", "prefix_hit_requests", "resumed")
-    hazards += ("one_token_prompts", "exact_block_prompts", *prove._IN_SLICES)
+    hazards += ("one_token_prompts", "exact_block_prompts", *fired.ALIKE)
     counters: dict = {**dict.fromkeys(hazards, 1), "batch_sizes": {"16": 2}}
     few, control = range(4), workload.CONTROL_BASE
     meaning = {

@@ -8,7 +8,7 @@ import pytest
 from samebits.errors import Refused
 from samebits.evidence import pairs, required
 from samebits.evidence.verdict import judge
-from samebits.gates import page, prove, rl
+from samebits.gates import fired, page, prove, rl
 from samebits.gates.run import Stage
 from samebits.gates.streams import Stream
 
@@ -217,7 +217,7 @@ def hybrid(run_of, stages_of):
 @pytest.mark.parametrize(
     ("stage", "hazard"),
     [
-        *(("rollout_stress", name) for name in prove._IN_SLICES),
+        *(("rollout_stress", name) for name in fired.ALIKE),
         ("rollout_paged", "prefix_hit"),
         ("rollout_paged", "resumed_from_state"),
         ("rollout_slices", "one_token_slice"),

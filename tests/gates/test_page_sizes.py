@@ -1,20 +1,15 @@
 """Engines that stress a model with states: sizes that follow from its page make hazards fire."""
 
 import hashlib
-import json
-import subprocess
-import sys
+import types
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from samebits import recipe as recipes
 from samebits.casework import engine
 from samebits.errors import Refused
-from samebits.gates import capsule, pages, prove, stages, workload
-
-SCRIPT = Path(__file__).with_name("scheduled.py")
+from samebits.gates import advice, capsule, fired, forecast, pages, prove, workload
 
 
 def of(page: int, *, interval: int = 4, **sizes: int) -> recipes.Recipe:
@@ -26,63 +21,94 @@ def of(page: int, *, interval: int = 4, **sizes: int) -> recipes.Recipe:
     model = dict(recipe.data["model"])
     layers = {"num_hidden_layers": interval, "full_attention_interval": interval}
     model["config"] = {**recipe.config, **layers, "vocab_size": 248_320}
-    made = {"max_model_len": 4 * page, "block_size": page}
-    made["max_num_batched_tokens"] = 2 * page + 128
+    made = {**pages.engine("cpu", page), "block_size": page}
     return replace(
         recipe, data={**recipe.data, "model": model, "engine": {**recipe.engine, **made, **sizes}}
     )
 
 
-def scheduled(plan, tmp_path) -> list[dict]:
-    """Reports of vLLM's scheduler for [(recipe, settings, (requests, response), first), ...]."""
-    work = []
-    for recipe, settings, (count, response), first in plan:
-        given = {
-            "page": recipe.engine["block_size"],
-            "max_model_len": recipe.engine["max_model_len"],
-            "states": pages.states(recipe),
-            "prefix_caching": True,
-            "first": first,
-            **settings,
-        }
-        requests = workload.main(recipe, tmp_path, count, response, 65)
-        work.append([given, [[r.prompt, r.max_tokens] for r in requests]])
-    file = tmp_path / "work.json"
-    file.write_text(json.dumps(work))
-    recipe = recipes.load("qwen3.5-tiny")
-    settings = stages.RolloutSettings.of(recipe, tmp_path)
-    own = {**settings.environment(), "VLLM_PLUGINS": "none"}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, file], env=own, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def served(recipe, settings, size, first, tmp_path) -> forecast.Served:
+    """An engine that serves the recipe's requests, (how many, tokens of a response) of them."""
+    return forecast.Served(recipe, settings, first, workload.main(recipe, tmp_path, *size, 65))
 
 
 CASES = [
     (of(page, interval=interval), size)
     for page, interval in ((512, 4), (1024, 4), (2048, 4), (1024, 2), (1088, 6))
-    for size in ((20, 24), (20, 28), (48, 32))
+    for size in ((16, 16), (20, 28), (48, 32))
 ]
-OF_SLICES = [*prove._IN_SLICES, "preempted", "resumed", "mixed_steps", "one_token_prompts"]
+
+
+def never(report: dict, name: str) -> list[str]:
+    """Hazards of an engine's row that its counters do not have."""
+    counts = fired.scheduled(fired.ROWS_OF_STATES[name], report)
+    return [hazard for hazard, count in counts.items() if not count]
 
 
 def test_every_hazard_fires_at_every_page(tmp_path):
-    small = [(recipes.load(c), (20, 24)) for c in ("qwen3.5-tiny", "qwen3.5-tiny-cpr")]
-    plan = [(recipe, pages.sliced(recipe), size, 0) for recipe, size in [*small, *CASES]]
-    plan += [(recipe, pages.paged(recipe), size, 1) for recipe, size in CASES]
-    found = scheduled(plan, tmp_path)
-    sliced, paged = found[: -len(CASES)], found[-len(CASES) :]
-    assert [[name for name in OF_SLICES if not report[name]] for report in sliced] == [[]] * (
-        len(small) + len(CASES)
-    )
-    names = ("prefix_hit_requests", "resumed_from_state")
-    assert [[name for name in names if not r.get(name)] for r in paged] == [[]] * len(CASES)
+    small = [
+        (recipes.load(case), size)
+        for case in ("qwen3.5-tiny", "qwen3.5-tiny-cpr")
+        for size in ((20, 24), (48, 140))
+    ]
+    work = [(r, pages.sliced(r), size, 0, "rollout_stress") for r, size in [*small, *CASES]]
+    work += [(r, pages.paged(r), size, 1, "rollout_paged") for r, size in [*small, *CASES]]
     # What was so before sizes followed from the page: hardly two requests in flight.
-    recipe = of(2048)
-    settings = pages.sliced(recipes.load("qwen3.5-tiny"))
-    (before,) = scheduled([(recipe, settings, (20, 28), 0)], tmp_path)
-    assert before.get("preempted", 0) == 0
+    before = (of(2048), pages.sliced(recipes.load("qwen3.5-tiny")), (20, 28), 0, "rollout_stress")
+    engines = [served(*given, tmp_path) for *given, _ in [*work, before]]
+    *found, last = forecast.counters(tmp_path, engines)
+    assert [never(report, w[-1]) for report, w in zip(found, work, strict=True)] == [[]] * len(work)
+    assert "preempted" in never(last, before[-1])
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run over a large page that has not begun, with changes of its recipe and options."""
+
+    def make(recipe=None, **options):
+        recipe = recipe or of(1024)
+        return types.SimpleNamespace(
+            recipe=recipe, folder=tmp_path, model=tmp_path, options=options, flag=" --record"
+        )
+
+    return make
+
+
+def test_sizes_that_fire_every_hazard_are_said_before_the_run(run, tmp_path, capsys):
+    asked = run()
+    forecast.check(asked, workload.main(asked.recipe, tmp_path, 16, 16, 65))
+    said = capsys.readouterr().err
+    assert "rollout_stress, from sizes alone" in said and "rollout_paged, from sizes alone" in said
+    assert "preempted 1" in said or "preempted 2" in said
+
+
+def test_sizes_that_never_preempt_are_refused_before_the_run(run, tmp_path):
+    asked = run(stress_blocks=200)
+    with pytest.raises(Refused, match="SB0931") as error:
+        forecast.check(asked, workload.main(asked.recipe, tmp_path, 16, 16, 65))
+    assert "kv_blocks 200" in error.value.seen and "preempted never fired" in error.value.seen
+    assert "`stress_blocks`" in error.value.required
+
+
+def test_a_request_that_never_gets_its_pages_is_refused(run, tmp_path):
+    asked = run(stress_blocks=4)
+    with pytest.raises(Refused, match="SB0931") as error:
+        forecast.check(asked, workload.main(asked.recipe, tmp_path, 16, 16, 65))
+    assert "never gets its pages" in error.value.seen
+
+
+def test_nothing_is_forecast_where_pages_hold_no_states(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(forecast, "counters", None)
+    forecast.check(run(recipes.load("qwen3-tiny")), [])
+    forecast.check(run(recipes.load("qwen3.5-9b-h200")), [])
+    for name in fired.ROWS_OF_STATES:
+        (tmp_path / f"{name}.json").touch()
+    forecast.check(run(), [])
+
+
+def test_hazards_of_pages_have_a_size_that_cures_them():
+    reasons = [f"leg B: hazard {h} never fired" for h in ("preempted", "prefix_hit")]
+    assert all(advice.of(reason, recorded=True) for reason in reasons)
 
 
 @pytest.mark.parametrize("case", ["qwen3.5-tiny", "qwen3.5-tiny-cpr"])
@@ -99,7 +125,7 @@ def test_recorded_cases_have_the_settings_that_they_were_recorded_with(case):
 
 def test_a_case_of_a_gpu_keeps_its_settings_and_requests(tmp_path):
     recipe = recipes.load("qwen3.5-9b-h200")
-    assert not pages.large(recipe)
+    assert not pages.large(recipe.platform, recipe.engine["block_size"])
     assert pages.paged(recipe) == {"max_num_seqs": 64, "kv_blocks": 176}
 
 
@@ -127,23 +153,23 @@ def test_slices_of_large_pages_lie_in_a_chunk_as_those_of_small_ones():
 
 def test_large_pages_get_half_of_the_tokens(tmp_path):
     recipe = of(1024)
-    few = workload.main(recipe, tmp_path, 20, 28, 257)
-    chunk, engine_sizes = 64, recipe.engine
+    few = workload.main(recipe, tmp_path, 16, 16, 257)
     many = capsule.chunked(
         vocabulary=recipe.config["vocab_size"],
-        chunk=chunk,
+        chunk=64,
         page=1024,
-        max_model_len=engine_sizes["max_model_len"],
-        max_tokens=28,
-        count=20,
+        max_model_len=4096,
+        max_tokens=16,
+        count=16,
         seed=capsule.SEEDS["capsule"],
     )
     total = [sum(len(r.prompt) for r in requests) for requests in (few, many)]
-    assert 2 * total[0] < 1.1 * total[1]
-    tags = {r.tag for r in few}
-    assert {"two-pages-minus-2", "two-pages-minus-5", "one-page", "page-minus-three"} <= tags
-    first, *shared = (r.prompt for r in few if r.tag == "shared-prefix")
-    assert all(first[:1024] == prompt[:1024] for prompt in shared) and len(first) < 2048
+    assert 2 * total[0] < total[1]
+    assert {"chunk-plus-one", "page-minus-three", "page-minus-five"} <= {r.tag for r in few}
+    first, second = (r.prompt for r in few if r.tag == "shared-prefix")
+    assert len(first) == 1024 and second[:1024] == first
+    twins = [few[i].prompt for i in capsule.TWINS]
+    assert twins[0] == twins[1] and [few[i].tag for i in capsule.TWINS] == ["twin", "twin"]
 
 
 @pytest.mark.parametrize(

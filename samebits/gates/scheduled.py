@@ -1,8 +1,9 @@
 """Runs in a process with the patched tree: hazards of vLLM's scheduler alone, without a model.
 
-`python scheduled.py FILE` reads [[settings, [[token ids, tokens to sample], ...]], ...] and prints
-a report for each, with the counters that engines have. Settings: page, states (pages that those of
-one request take), max_model_len, the sizes of `gates.pages`, and how many requests go `first`.
+`python -m samebits.gates.scheduled FILE` reads [[settings, [[token ids, tokens to sample], ...]],
+...] and prints a report for each, with the counters that engines have, or {"stuck": why} where a
+request never gets its pages. Settings: page, states (pages that those of one request take),
+max_model_len, the sizes of `gates.pages`, and how many requests go `first`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from samebits.hooks.vllm.gdn.hazards import ChunkHazards
+
+
+class Stuck(Exception):
+    """No request can go on, and none ever will."""
 
 
 class Scheduled:
@@ -97,7 +102,7 @@ class Scheduled:
         output = self._scheduler.schedule()
         self.hazards.observe(output)
         if not output.total_num_scheduled_tokens:
-            raise RuntimeError("nothing was scheduled: a request never gets its pages")
+            raise Stuck("nothing was scheduled: a request never gets its pages")
         ids = list(output.num_scheduled_tokens)
         live = [self._scheduler.requests[name] for name in ids]
         sampled = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in live]
@@ -105,12 +110,18 @@ class Scheduled:
         self._scheduler.update_from_output(output, ModelRunnerOutput(ids, places, sampled))
 
 
-if __name__ == "__main__":
-    init_none_hash(sha256)
-    reports = []
-    for given, requests in json.loads(Path(sys.argv[1]).read_text()):
-        engine, numbered = Scheduled(given), list(enumerate(requests))
+def report(given: dict, requests: list) -> dict:
+    """Counters of one engine that serves [[token ids, tokens to sample], ...]."""
+    engine, numbered = Scheduled(given), list(enumerate(requests))
+    try:
         engine.generate(numbered[: given["first"]])
         engine.generate(numbered[given["first"] :])
-        reports.append(engine.hazards.report())
-    print(json.dumps(reports))
+    except Stuck as problem:
+        return {"stuck": str(problem)}
+    return engine.hazards.report()
+
+
+if __name__ == "__main__":
+    init_none_hash(sha256)
+    work = json.loads(Path(sys.argv[1]).read_text())
+    print(json.dumps([report(given, requests) for given, requests in work]))
