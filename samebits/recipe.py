@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +221,14 @@ class Recipe:
         return values
 
 
+def decimal(value: float) -> str:
+    """A real number as a recipe writes it: shortest decimal, whole numbers without a point, and no
+    zero before an exponent (1e-6, where Python writes 1e-06)."""
+    if float(value).is_integer():
+        return str(int(value))
+    return re.sub(r"e(-?)\+?0*", r"e\1", repr(float(value)))
+
+
 def qualified(verdict: str, scope: str) -> str:
     """A verdict with the `Recipe.scope` that it holds in: `EQUAL (not claimed: D)`."""
     return f"{verdict} ({scope})" if scope else verdict
@@ -285,7 +294,9 @@ def load(case: str | Path) -> Recipe:
     canonical.check_schema(data, schema(), "SB0314", str(path))
     for name in _DECIMAL_FIELDS:
         if name in data["model"]["config"]:
+            # One number has one spelling, or a recipe would differ from a contract by a zero.
             _decimal(data["model"]["config"][name], f"{path}, model/config/{name}")
+            data["model"]["config"][name] = decimal(float(data["model"]["config"][name]))
     if "rl" in data:
         _decimal(data["rl"]["learning_rate"], f"{path}, rl/learning_rate")
     for place in (asked, path):

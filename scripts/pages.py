@@ -102,6 +102,24 @@ def control_table() -> str:
     return markdown.table(["case", "leg", "pair", "mismatches", "control", "its mismatches"], rows)
 
 
+def blind_table() -> str:
+    """What each case with a contract does not have, so that a fault of it is invisible there."""
+    rows = []
+    for name in recipe.known_cases():
+        case = recipe.load(name)
+        if not case.contract_path.exists():
+            continue
+        absent = [leg for leg in "ABCDEFO" if leg not in case.legs]
+        parts = [f"leg {', '.join(absent)}"] if absent else []
+        parts += [] if case.rl else ["optimizer steps, refits, RL"]
+        parts += [] if case.gdn_schedule else ["recurrent layers"]
+        head = "tied" if case.config["tie_word_embeddings"] else "untied"
+        ranks = max(*case.trainer_tp, *case.rollout_tp)
+        rows.append([name, "; ".join(parts) or "-", case.config["rms_norm_eps"], head, str(ranks)])
+    columns = ["case", "legs and parts it does not have", "eps", "output layer", "most ranks"]
+    return markdown.table(columns, rows)
+
+
 def _benchmark(row: dict) -> list[str]:
     """Columns of one recorded row."""
     target = "-" if row["target"] is None else f"{row['target']:.2f}"
@@ -184,6 +202,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cases": case_table,
     "steps": step_table,
     "controls": control_table,
+    "blind": blind_table,
     "bench": bench_table,
     "ladders": ladder_table,
     "pins": pin_table,
@@ -207,6 +226,7 @@ PAGES = {
         "gpu-engines",
     ),
     "samebits/ops/gdn/README.md": ("gpu-chunk-row", "gpu-cpr"),
+    "skill/prove-zero/references/legs.md": ("blind",),
 }
 
 

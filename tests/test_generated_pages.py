@@ -28,7 +28,7 @@ def one_case(monkeypatch, tmp_path):
     found = steps.Progress("toy", (*states, out), ())
     monkeypatch.setattr(steps, "progress", lambda name, local: found)
     monkeypatch.setattr(pages, "ROOT", tmp_path)
-    for part in ("controls", "ladders"):  # read from the folders of cases
+    for part in ("controls", "ladders", "blind"):  # read from the folders of cases
         monkeypatch.setitem(pages.PARTS, part, lambda: "")
     for page in pages.PAGES:
         path = tmp_path / page
@@ -46,6 +46,16 @@ def test_reproductions_are_counted_in_the_case_table(one_case):
     header, _, row, *_ = pages.case_table().splitlines()
     assert header.endswith("| reproduced |") and row.endswith("| 2 |")
     assert "| EQUAL (not claimed: D) |" in row
+
+
+def test_every_case_with_a_contract_says_what_it_cannot_see():
+    rows = [line.split(" | ") for line in pages.blind_table().splitlines()[2:]]
+    found = {name.removeprefix("| "): cells for name, *cells in rows}
+    with_contract = {p.parent.name for p in recipe.cases_folder().glob("*/contract.json")}
+    assert found.keys() == with_contract
+    assert found["qwen2-tiny"][0] == ("leg E, F, O; optimizer steps, refits, RL; recurrent layers")
+    assert found["qwen3.5-tiny"] == ["-", "1e-6", "untied", "2 |"]
+    assert found["smollm2-135m"][1:] == ["1e-5", "tied", "1 |"]
 
 
 def test_every_step_is_shown_with_what_was_left_out(one_case):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samebits import recipe as recipes
 from samebits.contract import canonical
 from samebits.contract.dims import architecture_of
 from samebits.errors import Refused
@@ -292,14 +292,6 @@ def _recurrent_gaps(config: Mapping[str, Any], name: str) -> Iterator[Gap]:
 # --- dimensions -----------------------------------------------------------------------------------
 
 
-def decimal(value: float) -> str:
-    """A real number as a recipe writes it: shortest decimal, whole numbers without a point, and no
-    zero before an exponent (1e-6, where Python writes 1e-06)."""
-    if float(value).is_integer():
-        return str(int(value))
-    return re.sub(r"e(-?)\+?0*", r"e\1", repr(float(value)))
-
-
 def dimensions(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The `model.config` of a recipe, from a configuration without gaps; SB0920 where one lacks."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -331,7 +323,7 @@ def dimensions(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise _bad(path, f"no {name}")
         if value is not None:
             real = fields["properties"][name] == {"$ref": "#/$defs/decimal"}
-            found[name] = decimal(value) if real else value
+            found[name] = recipes.decimal(value) if real else value
     return found
 
 

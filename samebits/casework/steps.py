@@ -205,7 +205,7 @@ def _names_other_evidence(contract: Contract, recipe: Recipe) -> bool:
 
 def _semantics(case: Case) -> Found:
     if case.ran is None:
-        return _no_run(case)
+        return _first_run(case)
     statement, where = case.ran
     seen = statement.predicate["parameters"]["switches"]
     vocabulary = str(case.recipe.config["vocab_size"])
@@ -221,7 +221,7 @@ def _semantics(case: Case) -> Found:
 
 def _baseline(case: Case) -> Found:
     if case.ran is None:
-        return _no_run(case)
+        return _first_run(case)
     statement, where = case.ran
     judged = judge_controls(statement.predicate)
     if judged.reasons:
@@ -258,6 +258,35 @@ def _no_run(case: Case) -> Found:
     if isinstance(case.recorded, Result) and case.recorded.stale:
         return Found(STALE, case.recorded.stale[0])
     return Found(OPEN, "no run of the present sources and contract")
+
+
+def _first_run(case: Case) -> Found:
+    """As `_no_run`; a case that differs from a proved one in dimensions is recorded at once, since
+    nothing of a quick run is used again."""
+    found, alike = _no_run(case), _proved_alike(case.recipe)
+    if found.state != OPEN or alike is None:
+        return found
+    why = f"{found.why}; {alike} is proved with its operators and patches: no need of --quick"
+    return Found(OPEN, why, _RECORD.format(case=case.name))
+
+
+def _proved_alike(recipe: Recipe) -> str | None:
+    """A case with EQUAL evidence that this one differs from in dimensions and sizes only."""
+
+    def kind(of: Recipe) -> tuple[Any, ...]:
+        return of.architecture, of.platform, dict(of.series), of.gdn_schedule
+
+    for name in recipes.known_cases():
+        try:
+            other = recipes.load(name)
+            if name == recipe.case or kind(other) != kind(recipe):
+                continue
+            if other.evidence_path.is_file():
+                if Statement.load(other.evidence_path).verdict == EQUAL:
+                    return name
+        except SamebitsError:
+            continue  # a broken case proves nothing of another
+    return None
 
 
 def _leg(name: str, step: str) -> Callable[[Case], Found]:

@@ -145,7 +145,7 @@ def test_what_is_no_configuration_is_refused(tmp_path, text):
 def test_dimensions_are_those_of_a_recipe(published):
     path = published()
     found = reading.dimensions(reading.read(path), path)
-    assert found["rms_norm_eps"] == "1e-05" and found["rope_theta"] == "500000"
+    assert found["rms_norm_eps"] == "1e-5" and found["rope_theta"] == "500000"
     assert found["eos_token_id"] == 128001 and found["num_hidden_layers"] == 16
     assert "full_attention_interval" not in found
 

@@ -100,3 +100,18 @@ def test_a_case_says_which_layers_of_the_published_model_it_leaves_out(tmp_path)
         (tmp_path / "config.json").write_text(broken)
         with pytest.raises(Refused, match="SB0920"):
             _ = loaded.left_out
+
+
+def test_one_number_has_one_spelling(tmp_path):
+    """1e-06 is 1e-6 for a recipe, its digest, and the contract that is built from it."""
+    text = recipes.load("qwen3-tiny").path.read_text()
+    assert '"1e-6"' in text
+    folder = tmp_path / "qwen3-tiny"
+    folder.mkdir()
+    for spelling in ("1e-06", "0.000001", "1E-6"):
+        (folder / "recipe.yaml").write_text(text.replace('"1e-6"', f'"{spelling}"'))
+        found = recipes.load(folder / "recipe.yaml")
+        assert found.config["rms_norm_eps"] == "1e-6"
+        assert found.digest == recipes.load("qwen3-tiny").digest
+    (folder / "recipe.yaml").write_text(text.replace('"1e-6"', '"2e-6"'))
+    assert recipes.load(folder / "recipe.yaml").digest != recipes.load("qwen3-tiny").digest

@@ -11,7 +11,6 @@ import yaml
 from quoted import ROOT
 
 from samebits import faults
-from samebits import recipe as recipes
 
 GOOD = """---
 name: mend-things
@@ -182,28 +181,3 @@ def test_every_step_of_the_ledger_is_in_the_table_of_steps():
     rows = [re.split(r", then |, ", row.split(" | ")[0].strip("| ")) for row in table.split("\n")]
     named = [name for row in rows[2:] for name in row]
     assert named == [step.name for step in STEPS]
-
-
-_CONTRACTS = sorted(ROOT.glob("cases/*/contract.json"))
-
-
-def _case_row(recipe: recipes.Recipe) -> str:
-    """The row of a case in the table of what cases cannot see."""
-    config, absent = recipe.config, [leg for leg in "ABCDEFO" if leg not in recipe.legs]
-    parts = [f"leg {', '.join(absent)}"] if absent else []
-    parts += [] if recipe.rl else ["optimizer steps, refits, RL"]
-    parts += [] if recipe.gdn_schedule else ["recurrent layers"]
-    head = "tied" if config["tie_word_embeddings"] else "untied"
-    ranks = max(*recipe.trainer_tp, *recipe.rollout_tp)
-    cells = (recipe.case, "; ".join(parts) or "-", config["rms_norm_eps"], head, ranks)
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def test_the_table_of_what_a_case_cannot_see_is_that_of_the_recipes():
-    page = (ROOT / "skill" / "prove-zero" / "references" / "legs.md").read_text()
-    table = page.partition("## What each case cannot see")[2].partition("\n## ")[0]
-    cases = {path.parent.name: recipes.load(path.parent.name) for path in _CONTRACTS}
-    listed = [line for line in table.splitlines() if line.startswith("|")][2:]
-    assert {*listed} <= {_case_row(recipe) for recipe in cases.values()}
-    of_cpu = {_case_row(recipe) for recipe in cases.values() if recipe.platform == "cpu"}
-    assert of_cpu <= {*listed}
