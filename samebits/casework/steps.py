@@ -279,11 +279,11 @@ def _proved_alike(recipe: Recipe) -> str | None:
     for name in recipes.known_cases():
         try:
             other = recipes.load(name)
-            if name == recipe.case or kind(other) != kind(recipe):
+            recorded = name != recipe.case and other.evidence_path.is_file()
+            if not recorded or kind(other) != kind(recipe):
                 continue
-            if other.evidence_path.is_file():
-                if Statement.load(other.evidence_path).verdict == EQUAL:
-                    return name
+            if Statement.load(other.evidence_path).verdict == EQUAL:
+                return name
         except SamebitsError:
             continue  # a broken case proves nothing of another
     return None

@@ -39,7 +39,7 @@ RUN: Mapping[str, Any] = {
     "control_requests": 16,
     "control_prompt": 320,
     "control_response": 20,
-    "stock_rl_prompts": 2,
+    "stock_rl_prompts": 1,
 }
 # Two steps behind a refit: one of their prompts fills a page, so that there is one to drop.
 RL_STEPS = 3

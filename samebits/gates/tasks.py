@@ -50,11 +50,12 @@ def of(recipe: Recipe, model: Path, count: int, *, paged: bool = True) -> Tasks:
 
 
 def drawn(recipe: Recipe, count: int, *, paged: bool = True) -> Tasks:
-    """Short prompts behind one that fills more than a block of the prefix cache, if `paged`."""
+    """Short prompts behind one that fills more than a block of the prefix cache, if `paged`; else
+    behind the shortest one."""
     draw = random.Random(_SEED)
     vocabulary = recipe.config["vocab_size"]
     rewarded = frozenset(draw.sample(range(vocabulary), vocabulary // 2))
-    lengths = [recipe.engine["block_size"] + _LONGEST if paged else _LONGEST]
+    lengths = [recipe.engine["block_size"] + _LONGEST if paged else _SHORTEST]
     lengths += [draw.randrange(_SHORTEST, _LONGEST) for _ in range(count - 1)]
     asked = [Drawn(tuple(draw.randrange(3, vocabulary) for _ in range(n))) for n in lengths]
 

@@ -29,6 +29,13 @@ def test_drawn_prompts_need_no_tokenizer(recipe, tmp_path, monkeypatch):
     assert all(3 <= i < recipe.config["vocab_size"] for ids in others for i in ids)
 
 
+def test_prompts_of_a_control_over_large_pages_are_short(recipe):
+    """Its first prompt returns in every step, and fills no page; the others are as they were."""
+    few, many = (tasks.drawn(recipe, 3, paged=paged).prompts for paged in (False, True))
+    assert len(few[0].ids) < 16 < recipe.engine["block_size"] < len(many[0].ids)
+    assert [len(prompt.ids) for prompt in few[1:]] == [len(prompt.ids) for prompt in many[1:]]
+
+
 def test_the_reward_is_the_share_of_tokens_in_half_of_the_vocabulary(recipe):
     asked = tasks.drawn(recipe, 2)
     size = recipe.config["vocab_size"]
