@@ -1,7 +1,8 @@
 """Which hazards of leg B fire, from sizes alone: vLLM's scheduler runs without a model.
 
 A response has its full length, so what is sampled decides nothing: the counters are those that the
-engines will have. Seconds here save the minutes of a run whose verdict is known before it starts.
+engines will have, but for which page a request gets. Seconds here save the minutes of a run whose
+verdict is known before it starts.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def counters(model: Path, engines: Sequence[Served]) -> list[dict[str, Any]]:
             "SB0512",
             seen="\n            ".join(done.stderr.strip().splitlines()[-10:]),
             required="a running vLLM process",
-            hint="samebits doctor",
+            hint="samebits explain SB0512",
         )
     return json.loads(done.stdout.splitlines()[-1])
 
