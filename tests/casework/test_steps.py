@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from samebits import cli, evidence
+from samebits import recipe as recipes
 from samebits.casework import steps
 from samebits.contract import Contract
 from samebits.gates import prove
@@ -43,6 +45,32 @@ def test_with_a_contract_the_engines_are_next(toy, capsys):
     toy.contract()
     found = status(capsys, 3)
     assert found["next"] == {"step": "semantics", "command": "samebits prove toy --quick"}
+
+
+def test_a_case_like_a_proved_one_is_recorded_at_once(toy, capsys, monkeypatch):
+    toy.contract()
+    monkeypatch.setattr(steps, "_proved_alike", lambda recipe: "other")
+    found = status(capsys, 3)
+    assert found["next"] == {"step": "semantics", "command": "samebits prove toy --record"}
+    assert any("other is proved" in row["why"] for row in found["steps"])
+
+
+@pytest.mark.parametrize(
+    ("change", "alike"),
+    [
+        ({"case": "fresh"}, True),
+        ({"case": "fresh", "platform": "sm90"}, False),
+        ({"case": "fresh", "series": {"vllm": "fresh", "megatron": "fresh"}}, False),
+    ],
+)
+def test_what_is_alike_has_the_same_operators_and_patches(change, alike):
+    recipe = recipes.load("qwen3.5-tiny")
+    found = steps._proved_alike(replace(recipe, data={**recipe.data, **change}))
+    assert (found == "qwen3.5-tiny") == alike
+    if alike:  # the other schedule of states is another kind
+        contract = {**recipe.data["contract"], "gdn_schedule": "cpr"}
+        other = replace(recipe, data={**recipe.data, **change, "contract": contract})
+        assert steps._proved_alike(other) == "qwen3.5-tiny-cpr"
 
 
 def test_an_unrecorded_run_serves_the_steps_before_the_recorded_one(toy, capsys):
