@@ -97,12 +97,12 @@ def run_rl(
             _agree(run, engine, trainer)
         dropped: int | None = None  # before the first refit
         for step in range(1, most + 1):
-            if step > steps and _refitted(records) >= refitted_tokens:
-                break
             if look is not None and step == steps:
                 look.at(engine, trainer, _requests(plan[step - 1], settings, step))
                 return Stage(streams, {"steps": records})
-            record = _step(engine, trainer, plan[step - 1], asked.reward, settings, step, streams)
+            record, train = _step(
+                engine, trainer, plan[step - 1], asked.reward, settings, step, streams
+            )
             cached = record["repeated_cached_tokens"]
             record["cache_invalidated"] = bool(dropped) and not cached
             # Also where no block was dropped: that is what a reset left out looks like.
@@ -113,10 +113,15 @@ def run_rl(
                     required="0: cached state belongs to the old weights",
                     hint="samebits explain SB0906",
                 )
+            records.append(record)
+            if refitted_tokens and step >= steps and _refitted(records) >= refitted_tokens:
+                # The weights that a control would get now are compared with nothing.
+                _report(arithmetic, record)
+                break
+            record |= train()
             with trainer.export() as manifest:
                 dropped = engine.sync_weights(manifest)["dropped_blocks"]
             record["dropped_blocks"] = dropped
-            records.append(record)
             _report(arithmetic, record)
         served = _served(run, engine, trainer) if arithmetic == "aligned" else {}
     return Stage(streams, {"steps": records, "served": served})
@@ -174,7 +179,10 @@ def _served(run: Run, engine: RolloutEngine, trainer) -> dict[str, dict[str, int
     return counts
 
 
-def _step(engine, trainer, prompts, reward, settings, step: int, streams) -> dict[str, Any]:
+def _step(
+    engine, trainer, prompts, reward, settings, step: int, streams
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """What a step compares, and what trains on it and tells of that."""
     samples = settings["samples_per_prompt"]
     requests = _requests(prompts, settings, step)
     completions = engine.generate(requests)
@@ -191,23 +199,30 @@ def _step(engine, trainer, prompts, reward, settings, step: int, streams) -> dic
         reward(prompts[index // samples], done.tokens) for index, done in enumerate(completions)
     ]
     metrics, advantages = _verl(completions, old, rewards, samples)
-    result = trainer.train_step(_batch(requests, whole, scores.logprobs, advantages), policy.loss)
+    batch = _batch(requests, whole, scores.logprobs, advantages)
     found = mismatch.measure(
         np.concatenate([c.logprob_bits for c in completions]),
         np.concatenate([mismatch.as_bits(o) for o in old]),
     )
-    trained = np.concatenate([mismatch.as_bits(p) for p in result.logprobs])
-    scored = np.concatenate([mismatch.as_bits(p) for p in scores.logprobs])
-    return {
+
+    def train() -> dict[str, Any]:
+        result = trainer.train_step(batch, policy.loss)
+        trained = np.concatenate([mismatch.as_bits(p) for p in result.logprobs])
+        scored = np.concatenate([mismatch.as_bits(p) for p in scores.logprobs])
+        return {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "train_forward_mismatches": mismatch.measure(scored, trained).mismatches,
+        }
+
+    record = {
         "step": step,
         **asdict(found),
         "reward": float(np.mean(rewards)),
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "train_forward_mismatches": mismatch.measure(scored, trained).mismatches,
         "repeated_cached_tokens": completions[_REPEATED].cached_tokens,
         "verl": {name: float(value) for name, value in metrics.items()},
     }
+    return record, train
 
 
 def _requests(prompts, settings, step: int) -> list[Request]:

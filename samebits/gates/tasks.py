@@ -18,6 +18,7 @@ from samebits.recipe import Recipe
 
 _SEED = 17
 _SHORTEST, _LONGEST = 8, 48
+_TWO = 2  # tokens of the prompt that a control repeats where no page has to be filled
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ def of(recipe: Recipe, model: Path, count: int, *, paged: bool = True) -> Tasks:
 
 def drawn(recipe: Recipe, count: int, *, paged: bool = True) -> Tasks:
     """Short prompts behind one that fills more than a block of the prefix cache, if `paged`; else
-    behind the shortest one."""
+    behind one of two tokens."""
     draw = random.Random(_SEED)
     vocabulary = recipe.config["vocab_size"]
     rewarded = frozenset(draw.sample(range(vocabulary), vocabulary // 2))
-    lengths = [recipe.engine["block_size"] + _LONGEST if paged else _SHORTEST]
+    lengths = [recipe.engine["block_size"] + _LONGEST if paged else _TWO]
     lengths += [draw.randrange(_SHORTEST, _LONGEST) for _ in range(count - 1)]
     asked = [Drawn(tuple(draw.randrange(3, vocabulary) for _ in range(n))) for n in lengths]
 

@@ -53,10 +53,12 @@ def steps_of(monkeypatch, tmp_path):
         def step(_engine, _trainer, prompts, _reward, settings, number, _streams):
             assert len(prompts) == settings["prompts_per_step"]
             counts = {"tokens": 99, "mismatches": tokens, "max_abs": largest}
-            return {"step": number, **counts, "repeated_cached_tokens": cached}
+            record = {"step": number, **counts, "repeated_cached_tokens": cached}
+            return record, lambda: {"loss": 0.0, "grad_norm": 1.0}
 
         monkeypatch.setattr(rl, "_step", step)
         stage = rl.run_rl(run, arithmetic="stock", prompts_per_step=1, **options)
+        steps.trained = [r["step"] for r in stage.facts["steps"] if "loss" in r]
         return [record["step"] for record in stage.facts["steps"]]
 
     return steps
@@ -65,6 +67,13 @@ def steps_of(monkeypatch, tmp_path):
 def test_a_control_goes_on_until_enough_tokens_follow_the_first_refit(steps_of):
     assert steps_of(23, steps=2, refitted_tokens=32) == [1, 2, 3]
     assert steps_of(32, steps=2, refitted_tokens=32) == [1, 2]
+
+
+def test_a_control_does_not_train_on_its_last_step(steps_of):
+    """Nothing compares the weights that it would get; the claim trains on every step."""
+    assert steps_of(23, steps=2, refitted_tokens=32) == [1, 2, 3]
+    assert steps_of.trained == [1, 2]
+    assert steps_of(23, steps=3) == [1, 2, 3] == steps_of.trained
 
 
 def test_a_control_ends_where_responses_stay_too_short(steps_of):
