@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rollout_support import mismatches, whole
-from trainer_support import HYBRID, VOCAB, make_case
+from trainer_support import HYBRID, VOCAB, make_recurrent
 
 from samebits import bits
 from samebits.contract import Contract
@@ -56,7 +56,7 @@ IN_SLICES = (
 def make(folder: Path, schedule: str) -> tuple[Path, Path]:
     """Three recurrent layers to one attention layer: (model folder, contract)."""
     config = HYBRID | {"num_hidden_layers": 4, "full_attention_interval": 4}
-    return make_case(folder, "qwen3_5_text", config, "qwen3.5-tiny", gdn_schedule=schedule)
+    return make_recurrent(folder, config, schedule)
 
 
 def start(case: tuple[Path, Path], **changes) -> RolloutEngine:

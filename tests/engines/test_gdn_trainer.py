@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainer_support import (
     HYBRID,
-    make_case,
+    make_recurrent,
     mean_nll,
     mismatches,
     reference_gradients,
@@ -32,7 +32,7 @@ LENGTHS = (1, 2, 40, 63, 64, 65, 130)
 
 
 def make_hybrid(folder, schedule):
-    return make_case(folder, "qwen3_5_text", HYBRID, base=SERIES, gdn_schedule=schedule)
+    return make_recurrent(folder, HYBRID, schedule)
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,12 @@ def make_case(
     return model, folder / "contract.json"
 
 
+def make_recurrent(folder: Path, config: dict, schedule: str) -> tuple[Path, Path]:
+    """`make_case` of a hybrid, with pages that hold the states of its schedule."""
+    base = "qwen3.5-tiny" if schedule == "chunk_row" else "qwen3.5-tiny-cpr"
+    return make_case(folder, "qwen3_5_text", config, base, gdn_schedule=schedule)
+
+
 @functools.cache
 def megatron_tree(series: str = "qwen3-tiny") -> Path:
     return tree_path("megatron", series)
