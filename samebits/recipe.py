@@ -294,7 +294,7 @@ def load(case: str | Path) -> Recipe:
     canonical.check_schema(data, schema(), "SB0314", str(path))
     for name in _DECIMAL_FIELDS:
         if name in data["model"]["config"]:
-            # One number has one spelling, or a recipe would differ from a contract by a zero.
+            # A dimension has one spelling, or a recipe would differ from a contract by a zero.
             _decimal(data["model"]["config"][name], f"{path}, model/config/{name}")
             data["model"]["config"][name] = decimal(float(data["model"]["config"][name]))
     if "rl" in data:

@@ -227,7 +227,10 @@ def _decode_cpr(i: int, of: Layer) -> Cost:
 
 
 def _decode_chunk_row(i: int, of: Layer) -> Cost:
-    """Three launches: row i of T and of the scores, what needs the state, and the closing."""
+    """Three launches: row i of T and of the scores, what needs the state, and the closing.
+
+    The state is kept in planes: bf16, what that leaves of fp32, and a bit of ties.
+    """
     c, v = of.chunk, of.value_dim
     first = i // of.block * of.block
     reached = (i + 16) // 16 * 16  # `cpu.py` multiplies keys in vectors of 16
@@ -235,12 +238,13 @@ def _decode_chunk_row(i: int, of: Layer) -> Cost:
     handed = 6 * c + 4  # the row of T and two parts of that of the scores, bf16; exp2(gamma_i)
     kept = _kept_keys(i, of) + 4 * i + first * 2 * c + (i - first) * 4 * c
     again = 4 * of.keys + 4  # q, k, beta
-    read = kept + again + handed + 4 * of.square + i * 4 * v
+    read = kept + again + handed + 2 * of.square + i * 4 * v
     written = handed + 6 * c + 4 + 2 * of.keys + 4 * v
     if i == c - 1:
         work += c * of.square
-        read += 4 * of.square + 2 * c * v + 2 * c * of.keys + 4 * c
-        written += 4 * of.square
+        planes = 4 * of.square + of.square // 8
+        read += planes + 2 * c * v + 2 * c * of.keys + 4 * c
+        written += planes
     return Cost(work, read, written)
 
 
@@ -251,7 +255,8 @@ def window_bytes(of: Layer) -> int:
 
 
 def state_bytes(form: str, of: Layer) -> int:
-    """One layer's state of one sequence, forms of `STATES`, without the convolution's window."""
+    """One layer's state of one sequence on sm90, forms of `STATES`, without the convolution's
+    window."""
     c, v = of.chunk, of.value_dim
     if form.startswith("native"):
         return of.value_heads * of.square * (4 if "fp32" in form else 2)
@@ -259,12 +264,13 @@ def state_bytes(form: str, of: Layer) -> int:
     if form == "cpr":
         return keys + of.value_heads * (8 * of.square + 8 * c + 2 * c * v)
     rows = 4 * of.block * c + 4 * c + 4 * c * v + 2 * c * c
-    return keys + of.value_heads * (4 * of.square + rows)
+    return keys + of.value_heads * (4 * of.square + of.square // 8 + rows)
 
 
 def boundary_bytes(form: str, of: Layer) -> int:
     """Of `state_bytes`, those alive where a chunk ends."""
-    return state_bytes(form if form.startswith("native") else "native, fp32 state", of)
+    ties = of.value_heads * of.square // 8 if form == "chunk_row" else 0
+    return state_bytes(form if form.startswith("native") else "native, fp32 state", of) + ties
 
 
 def tables(of: Layer) -> str:

@@ -40,6 +40,7 @@ HAZARDS = (
     "slice inside a chunk",
     "slot reused",
 )
+TIE = "tie of a boundary state"  # a bit of its own in planes
 State = list[torch.Tensor]
 
 
@@ -74,10 +75,15 @@ def packed_from(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def poisoned(schedule: str, key_heads: int, heads: int, slots: int) -> State:
-    """State tensors whose every slot holds NaN."""
-    spec = gdn.state_spec(schedule, key_heads, heads, SIZE, SIZE)
+    """State tensors whose every slot holds NaN, or a pattern where they hold integers."""
+    spec = gdn.state_spec(schedule, key_heads, heads, SIZE, SIZE, "sm90")
     return [
-        torch.full((slots, *shape), torch.nan, dtype=dtype, device="cuda")
+        torch.full(
+            (slots, *shape),
+            torch.nan if dtype.is_floating_point else 0x55,
+            dtype=dtype,
+            device="cuda",
+        )
         for _, shape, dtype in spec
     ]
 
@@ -171,7 +177,52 @@ def gate_schedule(schedule: str) -> str:
         names = scenarios.NAMES if (key_heads, heads) == SHAPES[0] else ("n", "corr")
         for name in names:
             gate_scenario(tally, name, key_heads, heads, schedule)
-    return tally.close(HAZARDS)
+    if schedule == "cpr":
+        return tally.close(HAZARDS)
+    gate_planes(tally)
+    return tally.close((*HAZARDS, TIE))
+
+
+def gate_planes(tally: Tally) -> None:
+    """States of ties, planted in planes, go on as the same states in fp32 do: over the closing of
+    a chunk in slices and in decode."""
+    key_heads, heads = SHAPES[0]
+    data = sequences("n", key_heads, heads, (2 * gdn.CHUNK + 2,))
+    draw = torch.Generator(device="cuda").manual_seed(5)
+    h = torch.randn(1, heads, SIZE, SIZE, generator=draw, device="cuda")
+    # Every other element is a tie; half of these round down and need a bit of their own.
+    bits = h.view(torch.int32)
+    bits[..., ::2] = (bits[..., ::2] & -0x10000) | 0x8000
+    high = h.bfloat16()
+    low = bits.long() - (high.view(torch.int16).long() << 16)
+    ties = (low == 1 << 15).int().unflatten(3, (-1, 8)) << torch.arange(8, device="cuda")
+    tally.hazards[TIE] += int((low == 1 << 15).sum())
+    law = kernels.varlen(*data.operands, integers(data.starts), SCALE, "chunk_row", initial_state=h)
+
+    def planted() -> State:
+        state = poisoned("chunk_row", key_heads, heads, 1)
+        state[0].copy_(high)
+        state[1].copy_(((low + (1 << 15)) % (1 << 16) - (1 << 15)).short())
+        state[2].copy_(ties.sum(4).to(torch.uint8).view(torch.int8))
+        return state
+
+    state, rows = planted(), data.lengths[0]
+    parts = []
+    for a, b in ((0, 40), (40, gdn.CHUNK), (gdn.CHUNK, rows)):
+        at = integers([gdn.CHUNK + a])
+        part = data.rows(slice(a, b))
+        parts.append(
+            kernels.advance(
+                *part, state, integers([0]), integers([0, b - a]), at, SCALE, "chunk_row"
+            )
+        )
+    tally.require("planes, slices", torch.cat(parts), law)
+    state, parts = planted(), []
+    for i in range(rows):
+        part = data.rows(slice(i, i + 1))
+        at = integers([gdn.CHUNK + i])
+        parts.append(kernels.decode(*part, state, integers([0]), at, SCALE, "chunk_row"))
+    tally.require("planes, decoded", torch.cat(parts), law)
 
 
 def gate_scenario(tally: Tally, name: str, key_heads: int, heads: int, schedule: str) -> None:
@@ -187,7 +238,8 @@ def gate_scenario(tally: Tally, name: str, key_heads: int, heads: int, schedule:
 
     def boundary(state: State) -> list[torch.Tensor]:
         """States of the sequences that stand on a boundary."""
-        return [state[0][s] for s, n in zip(slots, lengths, strict=True) if n % gdn.CHUNK == 0]
+        h = kernels.boundary(state)
+        return [h[s] for s, n in zip(slots, lengths, strict=True) if n % gdn.CHUNK == 0]
 
     state = fresh()
     law = advance(data, state, slots, zero, lengths, schedule)

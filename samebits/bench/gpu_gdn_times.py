@@ -87,7 +87,10 @@ def _used(schedule: str, heads: int, count: int) -> State:
     """Left-over values of a used state, not NaN: a phase needs the rows before it."""
     state = poisoned(schedule, heads // 2, heads, count)
     for x in state:
-        x.normal_(0, 0.05)
+        if x.is_floating_point():
+            x.normal_(0, 0.05)
+        else:
+            x.zero_()
     return state
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from samebits.bench.gpu_attention import pages
+from samebits.bench.gpu_gdn import poisoned
 from samebits.bench.gpu_public import Area, Check, gradients_of, integers, normal, probe
 from samebits.bench.gpu_timing import replayed
 from samebits.ops import (
@@ -146,10 +147,8 @@ def check_gdn(area: Area) -> None:
         law = gdn.varlen(q, k, v, g, beta, starts, scale, schedule)
         exact, _ = oracle.recurrence([x.cpu() for x in rows], [0, tokens], scale)
         area.close(f"{schedule} o", law, exact.cuda())
-        state = [
-            torch.full((3, *shape), torch.nan, dtype=dtype, device="cuda")
-            for _, shape, dtype in gdn.state_spec(schedule, KEY_HEADS, HEADS, SIZE, SIZE)
-        ]
+        state = poisoned(schedule, KEY_HEADS, HEADS, 3)
+        fresh = [x[1].clone() for x in state]  # of NaN or a pattern
         done, parts = 0, []
         for count in (70, 1, 57, 42):
             part = [x[done : done + count] for x in rows]
@@ -180,7 +179,10 @@ def check_gdn(area: Area) -> None:
             parts.append(y[:1].clone())
         area.true("a row of no sequence is not zero", not bool(y[1].any()))
         area.same(f"{schedule}, decoded in a graph", torch.cat(parts), law[done:])
-        untouched = all(bool(x[1].isnan().all()) for x in state)
+        untouched = all(
+            torch.equal(x[1].view(torch.uint8), y.view(torch.uint8))
+            for x, y in zip(state, fresh, strict=True)
+        )
         area.true("another slot was written", untouched)
 
     def ours(q, k, v, g, beta):

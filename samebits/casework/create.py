@@ -178,8 +178,8 @@ def _size(data: dict[str, Any], config: Mapping[str, Any]) -> None:
     """Sizes of a hybrid: a page of keys and values is no smaller than a layer's state."""
     from samebits.gates import pages
 
-    block = engine.page_tokens(config, data["contract"]["gdn_schedule"])
     platform = data.get("platform", "cpu")
+    block = engine.page_tokens(config, data["contract"]["gdn_schedule"], platform)
     sizes = data["engine"]
     least = pages.engine(platform, block)
     sizes |= {name: max(sizes[name], value) for name, value in least.items()}

@@ -10,12 +10,12 @@ from samebits.errors import Refused
 from samebits.recipe import Recipe
 
 
-def page_tokens(config: Mapping[str, Any], schedule: str) -> int:
+def page_tokens(config: Mapping[str, Any], schedule: str, platform: str) -> int:
     """Tokens of the smallest page: keys and values of one layer fill no less than the state of one,
     and it ends where a chunk does."""
     from samebits.ops.gdn import CHUNK
 
-    state = memory.state_bytes(config, schedule, layers=1)
+    state = memory.state_bytes(config, schedule, layers=1, platform=platform)
     token = memory.kv_bytes(config, layers=1)
     return -(-state // token // CHUNK) * CHUNK
 
@@ -27,7 +27,8 @@ def problems(recipe: Recipe) -> list[str]:
     from samebits.ops.gdn import CHUNK
 
     sizes = recipe.engine
-    page, least = sizes["block_size"], page_tokens(recipe.config, recipe.gdn_schedule)
+    page = sizes["block_size"]
+    least = page_tokens(recipe.config, recipe.gdn_schedule, recipe.platform)
     longest = -(-sizes["max_model_len"] // page)
     wanted = {
         "block_size": (

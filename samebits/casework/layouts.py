@@ -38,6 +38,7 @@ class Model:
 
     leaves       of sums over K and over the vocabulary; None where no recipe decides them
     schedule     of Gated DeltaNet
+    platform     that keeps its states
     """
 
     name: str
@@ -47,6 +48,7 @@ class Model:
     leaves: int | None = None
     vocabulary_leaves: int | None = None
     schedule: str | None = None
+    platform: str = "cpu"
     proved_layers: int | None = None
 
 
@@ -132,6 +134,7 @@ def of_recipe(recipe: Recipe, config: Mapping[str, Any] | None = None) -> Model:
         leaves=recipe.leaves,
         vocabulary_leaves=recipe.vocabulary_leaves,
         schedule=recipe.gdn_schedule,
+        platform=recipe.platform,
         proved_layers=recipe.config["num_hidden_layers"],
     )
 
@@ -241,7 +244,9 @@ def _memory(model: Model, tp: int, length: int) -> dict[str, Any]:
         "stock_state_per_sequence": 0,
     }
     if config.get("full_attention_interval") is not None:
-        found["state_per_sequence"] = memory.state_bytes(config, model.schedule, tp)
+        found["state_per_sequence"] = memory.state_bytes(
+            config, model.schedule, tp, platform=model.platform
+        )
         found["stock_state_per_sequence"] = memory.state_bytes(config, None, tp)
     return found
 

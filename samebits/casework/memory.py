@@ -32,7 +32,11 @@ def kv_bytes(config: Mapping[str, Any], tp: int = 1, layers: int | None = None) 
 
 
 def state_bytes(
-    config: Mapping[str, Any], schedule: str | None, tp: int = 1, layers: int | None = None
+    config: Mapping[str, Any],
+    schedule: str | None,
+    tp: int = 1,
+    layers: int | None = None,
+    platform: str = "cpu",
 ) -> int:
     """Recurrent state of one sequence on one rank; `schedule` None is that of the stock engine.
 
@@ -50,7 +54,7 @@ def state_bytes(
         return layers * (values * key_dim * value_dim * _FP32 + window)
     from samebits.ops import gdn
 
-    spec = gdn.state_spec(schedule, keys, values, key_dim, value_dim)
+    spec = gdn.state_spec(schedule, keys, values, key_dim, value_dim, platform)
     return layers * (sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in spec) + window)
 
 

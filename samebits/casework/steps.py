@@ -271,7 +271,8 @@ def _first_run(case: Case) -> Found:
 
 
 def _proved_alike(recipe: Recipe) -> str | None:
-    """A case with EQUAL evidence that this one differs from in dimensions and sizes only."""
+    """A case with EQUAL evidence that is not stale, of the same architecture, platform, series and
+    schedule."""
 
     def kind(of: Recipe) -> tuple[Any, ...]:
         return of.architecture, of.platform, dict(of.series), of.gdn_schedule
@@ -282,7 +283,8 @@ def _proved_alike(recipe: Recipe) -> str | None:
             recorded = name != recipe.case and other.evidence_path.is_file()
             if not recorded or kind(other) != kind(recipe):
                 continue
-            if Statement.load(other.evidence_path).verdict == EQUAL:
+            result = evidence.verify(other.folder)
+            if not result.stale and result.statement.verdict == EQUAL:
                 return name
         except SamebitsError:
             continue  # a broken case proves nothing of another

@@ -184,7 +184,8 @@ def diff(
     from samebits import recipe as recipes
     from samebits.contract.build import differences
 
-    names = [left] if left else [c for c in recipes.known_cases() if _path(c).is_file()]
+    files = sorted(recipes.cases_folder().glob("*/contract.json"))
+    names = [left] if left else [str(file) for file in files]
     rows = []
     for name in names:
         one, recipe = _load(name)

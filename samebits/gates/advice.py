@@ -6,7 +6,11 @@ import re
 
 _PATTERNS = (
     (
-        r"hazard (preempted|preempted_inside_chunk|resumed_from_state) never fired",
+        r"hazard resumed_from_state never fired",
+        "more tokens than the engine has pages for: raise `requests` and `response`",
+    ),
+    (
+        r"hazard (preempted|preempted_inside_chunk) never fired",
         "more tokens than the stress engine has pages for: raise `requests` and `response`, or "
         "lower `stress_blocks`",
     ),
@@ -16,7 +20,8 @@ _PATTERNS = (
     ),
     (
         r"hazard prefix_hit never fired",
-        "prompts that share whole blocks: a smaller `block_size` of the engine, or longer prompts",
+        "prompts that share whole blocks: longer prompts or, where pages hold no states, a smaller "
+        "`block_size` of the engine",
     ),
     (
         r"hazard prefix_cache_invalidated never fired",

@@ -48,10 +48,16 @@ def check(run: Run, requests: Sequence[capsule.Request]) -> None:
             raise Refused(
                 "SB0931",
                 seen=f"{name}, {_words(engine.sizes)}: {'; '.join(reasons)}",
-                required="; ".join(h for h in hints if h) or "pages for the longest request",
+                required="; ".join(h for h in hints if h) or _needed(report),
                 hint=f"samebits case show {recipe.case}",
             )
         say(f"{name}, from sizes alone: {_words(counts)}")
+
+
+def _needed(report: dict[str, Any]) -> str:
+    if "stuck" in report:
+        return "pages for the longest request"
+    return "requests and engine sizes that do what the hazard names"
 
 
 @dataclass(frozen=True)
@@ -85,17 +91,24 @@ def counters(model: Path, engines: Sequence[Served]) -> list[dict[str, Any]]:
         json.dump(asked, file)
         file.flush()
         command = [sys.executable, "-m", "samebits.gates.scheduled", file.name]
-        done = subprocess.run(
-            command, env=own, capture_output=True, text=True, timeout=_LIMIT, check=False
-        )
+        try:
+            done = subprocess.run(
+                command, env=own, capture_output=True, text=True, timeout=_LIMIT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise _failed(f"no answer within {_LIMIT} s") from None
     if done.returncode:
-        raise Refused(
-            "SB0512",
-            seen="\n            ".join(done.stderr.strip().splitlines()[-10:]),
-            required="a running vLLM process",
-            hint="samebits explain SB0512",
-        )
+        raise _failed("\n            ".join(done.stderr.strip().splitlines()[-10:]))
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _failed(seen: str) -> Refused:
+    return Refused(
+        "SB0512",
+        seen=seen,
+        required="vLLM's scheduler with the sizes of the recipe",
+        hint="samebits explain SB0512",
+    )
 
 
 def _words(counts: Mapping[str, Any]) -> str:

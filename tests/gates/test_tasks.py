@@ -30,7 +30,7 @@ def test_drawn_prompts_need_no_tokenizer(recipe, tmp_path, monkeypatch):
 
 
 def test_prompts_of_a_control_over_large_pages_are_short(recipe):
-    """Its first prompt returns in every step, and fills no page; the others are as they were."""
+    """Its first prompt returns in every step, and fills no page; the others are as long as ever."""
     few, many = (tasks.drawn(recipe, 3, paged=paged).prompts for paged in (False, True))
     assert len(few[0].ids) < 16 < recipe.engine["block_size"] < len(many[0].ids)
     assert [len(prompt.ids) for prompt in few[1:]] == [len(prompt.ids) for prompt in many[1:]]

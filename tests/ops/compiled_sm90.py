@@ -23,6 +23,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     int: "i32",

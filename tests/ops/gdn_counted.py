@@ -2,8 +2,9 @@
 
 A program of its own because TRITON_INTERPRET counts when a kernel is defined. fp16 takes the place
 of bf16, which the interpreter multiplies wrongly: it is as wide. Bytes are distinct addresses of
-floating-point elements in each launch. Prints, for each path, what one chunk adds, and the
-error of the outputs against float64: what was counted did compute them.
+floating-point elements and of the narrow integers of a state in each launch. Prints, for each path,
+what one chunk adds, and the error of the outputs against float64: what was counted did compute
+them.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def observe() -> None:
     dot, fma, launch = builder.create_dot, builder.create_fma, executor.__call__
 
     def touch(what, pointers, mask):
-        if pointers.get_element_ty().is_floating():
-            width = pointers.get_element_ty().primitive_bitwidth // 8
+        kind = pointers.get_element_ty()
+        if kind.is_floating() or kind.primitive_bitwidth < 32:
+            width = kind.primitive_bitwidth // 8
             live = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
             touched[what].append(live.astype(np.int64) * 8 + width)
 
@@ -123,10 +125,12 @@ def chunks(what: str, raw: bool, number: int) -> tuple[Counter[str], float]:
 def decode(schedule: str) -> tuple[Counter[str], float]:
     """All rows of a chunk, one launch or two for each, behind a state that is there."""
     rows = operands(CHUNK)
-    state = [
-        torch.full((1, *shape), torch.nan, dtype=dtype if dtype == torch.float32 else torch.half)
-        for _, shape, dtype in gdn.state_spec(schedule, KEY_HEADS, HEADS, KEY, VALUE)
-    ]
+    state = []
+    for _, shape, dtype in gdn.state_spec(schedule, KEY_HEADS, HEADS, KEY, VALUE, "sm90"):
+        dtype = torch.half if dtype == torch.bfloat16 else dtype
+        state.append(torch.zeros((1, *shape), dtype=dtype))
+        if dtype.is_floating_point:
+            state[-1].fill_(torch.nan)
     state[0].normal_()
     wanted, _ = oracle.recurrence(rows, [0, CHUNK], SCALE, state[0].clone())
     slots, outputs = torch.zeros(1, dtype=torch.int32), []

@@ -29,6 +29,7 @@ from samebits.ops.gdn_gate import triton as gdn_gate
 from samebits.ops.l2_norm import triton as l2_norm
 
 SCALE = 0.3
+POISON = 0x55  # in integer planes
 NAMES = ("q", "k", "v", "g", "beta", "initial state")
 Errors = dict[str, float]
 
@@ -110,8 +111,10 @@ class Sequences:
         self.raw = schedule == "cpr"
         self.rows = [operands(length, *heads) for length in lengths]
         self.state = []
-        for _, shape, _ in gdn.state_spec(schedule, *heads):
-            padded = torch.full((3, math.prod(shape) + 16), torch.nan)
+        for _, shape, dtype in gdn.state_spec(schedule, *heads, "sm90"):
+            poison = torch.nan if dtype.is_floating_point else POISON
+            kind = torch.float32 if dtype.is_floating_point else dtype
+            padded = torch.full((3, math.prod(shape) + 16), poison, dtype=kind)
             self.state.append(padded[:, :-16].unflatten(1, shape))
         self.done = [0, 0]
         self.outputs: list[list[torch.Tensor]] = [[], []]
@@ -162,7 +165,9 @@ class Sequences:
             if edge:
                 _, final = oracle.recurrence([x[:edge] for x in rows], [0, edge], SCALE)
                 found[f"boundary of {s}"] = error(self.state[0][self.SLOTS[s]], final[0])
-        assert all(x[1].isnan().all() for x in self.state), "the third slot was touched"
+        third = [x[1] for x in self.state]
+        untouched = (x.isnan() if x.is_floating_point() else x == POISON for x in third)
+        assert all(x.all() for x in untouched), "the third slot was touched"
         return found
 
 
@@ -187,7 +192,7 @@ def open_chunk(pair: Sequences) -> Errors:
     group = v.shape[1] // k.shape[1]
     k = k.repeat_interleave(group, 1).transpose(0, 1)
     reference.bf16 = lambda x: x
-    h, x, gamma, keys, _, u, t = (part[pair.SLOTS[0]] for part in pair.state)
+    h, _, _, x, gamma, keys, _, u, t = (part[pair.SLOTS[0]] for part in pair.state)
     rows = reference.chunk_rows(k, v.transpose(0, 1), g.T, beta.T, h)
     n = len(q)
     lower = (beta.T[..., None] * (k @ k.mT) * rows.decay).tril(-1)

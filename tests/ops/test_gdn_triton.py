@@ -19,9 +19,9 @@ from samebits.ops import gdn, gpu
 from samebits.ops.conv1d import triton as conv1d
 from samebits.ops.gated_rms_norm import triton as gated_rms_norm
 from samebits.ops.gdn import (
+    gluon_chain,
     gluon_decode,
     gluon_rows,
-    gluon_scan,
     triton_backward,
     triton_chunk,
     triton_decode,
@@ -62,7 +62,7 @@ def test_interpreted(errors, check):
 def launches():
     """(kernel, arguments) of every launch on operands of head size 128, of chunk_row of all."""
     modules = (
-        triton_inverse, triton_scan, gluon_scan, triton_chunk, gluon_rows, triton_decode,
+        triton_inverse, triton_scan, gluon_chain, triton_chunk, gluon_rows, triton_decode,
         gluon_decode, triton_decode_cpr, triton_backward, conv1d, l2_norm, gdn_gate,
         gated_rms_norm,
     )  # fmt: skip
@@ -73,18 +73,20 @@ def launches():
     starts, context, slots = (torch.tensor(x) for x in ([0, tokens], [3], [0]))
     with compiled_sm90.recorded(*modules) as recorders:
         for schedule in gdn.SCHEDULES:
-            spec = gdn.state_spec(schedule, key_heads, heads, size, size)
+            spec = gdn.state_spec(schedule, key_heads, heads, size, size, "sm90")
             state = [torch.zeros(1, *shape, dtype=dtype) for _, shape, dtype in spec]
             raw = schedule == "cpr"
             at = triton_chunk.steps(starts, context, slots, tokens)
             triton_chunk.forward(k, k, v, g, g, state, at, 0.1, raw)
             h, at = triton_chunk.whole_sequences(v, size, None, starts)
             triton_chunk.forward(k, k, v, g, g, [h], at, 0.1, raw)
-            row = [x[:1] for x in (k, k, v, g, g)]
-            triton_decode.step(*row, state, at.slots, at.context, 0.1, raw)
+            for count in (1, tokens):  # few rows take smaller programs
+                rows = [x[:count] for x in (k, k, v, g, g)]
+                table = torch.zeros(count, dtype=torch.int32)
+                triton_decode.step(*rows, state, table, table, 0.1, raw)
         for less in (64, 32):
             narrow = [x[..., :less].contiguous() for x in (k, k, v)]
-            spec = gdn.state_spec("chunk_row", key_heads, heads, less, less)
+            spec = gdn.state_spec("chunk_row", key_heads, heads, less, less, "sm90")
             state = [torch.zeros(1, *shape, dtype=dtype) for _, shape, dtype in spec]
             at = triton_chunk.steps(starts, context, slots, tokens)
             triton_chunk.forward(*narrow, g, g, state, at, 0.1, False)
@@ -116,7 +118,7 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "gdn.triton_inverse._solve",
         "gdn.triton_scan._odd",
         "gdn.triton_scan._whole",
-        "gdn.gluon_scan._whole",
+        "gdn.gluon_chain._whole",
         "gdn.gluon_rows._rows",
         "gdn.triton_chunk._rows",
         "gdn.triton_chunk._recur",

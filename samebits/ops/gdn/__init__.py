@@ -38,13 +38,23 @@ Spec = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
 def state_spec(
-    schedule: str, key_heads: int, value_heads: int, key_dim: int, value_dim: int
+    schedule: str,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    platform: str = "cpu",
 ) -> Spec:
-    """(name, shape without the slot dimension, dtype) of every state tensor; fp32 ones first.
+    """(name, shape without the slot dimension, dtype) of every state tensor on a platform.
 
     boundary [HV, K, V] fp32 is the state at the last boundary, chained. All others hold rows of the
     open chunk and are dead at a boundary (context length a multiple of `CHUNK`): there a sequence
     is its boundary tensor alone. k is stored as [HK, K, CHUNK].
+
+    chunk_row on sm90 keeps the same fp32 values in planes, the first of which is all that decoding
+    reads inside a chunk: boundary in bf16, rest [HV, K, V] int16 (bits(h) - (bits(boundary) << 16)
+    modulo 2^16) and, where that difference is 2^15, bit v % 8 of byte v // 8 of ties [HV, K, V / 8]
+    int8.
     """
     _check_schedule(schedule)
     f32, bf16 = torch.float32, torch.bfloat16
@@ -60,8 +70,16 @@ def state_spec(
             ("k", keys, bf16),
             ("v", rows, bf16),
         )
+    kept: Spec = (("boundary", square, f32),)
+    if platform == "sm90":
+        bits = (value_heads, key_dim, value_dim // 8)
+        kept = (
+            ("boundary", square, bf16),
+            ("rest", square, torch.int16),
+            ("ties", bits, torch.int8),
+        )
     return (
-        ("boundary", square, f32),
+        *kept,
         ("x", (value_heads, BLOCK, CHUNK), f32),
         ("gamma", (value_heads, CHUNK), f32),
         ("k", keys, bf16),

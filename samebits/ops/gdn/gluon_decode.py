@@ -1,9 +1,9 @@
 """What one row needs of the state in decoding, without an exchange between warps.
 
 Transposed, as in the scan: a row of a product is a column of V, and the row of the sequence is one
-of eight columns on the right. A warp loads 16 columns of the state from memory into the very
-registers in which the tensor core reads its left operand. Bits are those of
-`triton_decode._state`.
+of eight columns on the right. A warp loads 16 or 32 columns of the state from memory into the very
+registers in which the tensor core reads its left operand. Of the boundary state only the bf16 plane
+is read. Bits are those of `triton_decode._state`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ RIGHT = 8  # columns of a product, of which one or two are alive
 
 
 @gluon.constexpr_function
-def in_memory(rows: int, warps: int) -> gl.DistributedLinearLayout:
-    """Of [rows, 16 warps]: a thread has neighbouring columns, so that it loads them at once."""
-    bits, shape = range(rows.bit_length() - 1), [rows, 16 * warps]
+def in_memory(rows: int, warps: int, tiles: int) -> gl.DistributedLinearLayout:
+    """Of [rows, 16 tiles warps]: a thread has 2 tiles neighbouring columns, so that it loads them
+    at once; `tiles` is 1 or 2."""
+    bits, shape = range(rows.bit_length() - 1), [rows, 16 * tiles * warps]
+    near = [[0, 1], [0, 2]][:tiles]
     across = [[1 << b, 0] for b in bits if b not in (1, 2)]
-    lanes = [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]]
-    over = [[0, 16 << b] for b in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout([[0, 1], *across], lanes, over, [], shape)
+    lanes = [[2, 0], [4, 0], *([0, 2 * tiles << b] for b in range(3))]
+    over = [[0, 16 * tiles << b] for b in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([*near, *across], lanes, over, [], shape)
 
 
 @gluon.jit
-def turned(x, layout: gl.constexpr):
-    """x [rows, columns] of `in_memory` as left operand [columns, rows]: row 8 p + n of a warp is
-    its column 2 n + p, which is where its thread has it."""
+def turned(x, WARPS: gl.constexpr, TILES: gl.constexpr, layout: gl.constexpr):
+    """x [rows, columns] of `in_memory` as left operand [columns, rows]: row 16 WARPS r + 16 w +
+    8 p + n is column 16 TILES w + 2 TILES n + 2 r + p, which is where its thread has it."""
     rows: gl.constexpr = x.shape[0]
     columns: gl.constexpr = x.shape[1]
-    x = x.reshape([rows, columns // 16, 8, 2]).permute((1, 3, 2, 0)).reshape([columns, rows])
-    return gl.convert_layout(x, layout)
+    x = x.reshape([rows, WARPS, 8, TILES, 2]).permute((3, 1, 4, 2, 0)).reshape([columns, rows])
+    return gl.convert_layout(x, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -55,15 +57,15 @@ def _state(
     q_ptr, k_ptr, v_ptr, beta_ptr, weights_ptr, scores_ptr, reach_ptr, o_ptr, scale,
     context_ptr, slots_ptr, h_ptr, h_slot, r_ptr, r_slot, u_ptr, u_slot,
     HK: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, CHUNK: gl.constexpr,
-    RIGHT: gl.constexpr, WARPS: gl.constexpr,
+    RIGHT: gl.constexpr, WARPS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     """R, u, o of row i for some columns."""
-    COLUMNS: gl.constexpr = 16 * WARPS
+    COLUMNS: gl.constexpr = 16 * TILES * WARPS
     product: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, RIGHT])
     lhs: gl.constexpr = gl.DotOperandLayout(0, product, 2)
     rhs: gl.constexpr = gl.DotOperandLayout(1, product, 2)
-    of_h: gl.constexpr = in_memory(K, WARPS)
-    of_rows: gl.constexpr = in_memory(CHUNK, WARPS)
+    of_h: gl.constexpr = in_memory(K, WARPS, TILES)
+    of_rows: gl.constexpr = in_memory(CHUNK, WARPS, TILES)
 
     left = gl.program_id(0) * COLUMNS
     head = gl.program_id(1)
@@ -72,20 +74,21 @@ def _state(
     context = gl.load(context_ptr + n)
     row = n * HV + head
     m = gl.arange(0, COLUMNS, gl.SliceLayout(1, product))
-    mine = left + m // 16 * 16 + m % 8 * 2 + m % 16 // 8
+    repeat = m // (16 * WARPS)
+    mine = left + m // 16 % WARPS * (16 * TILES) + m % 8 * (2 * TILES) + repeat * 2 + m % 16 // 8
     o_at = o_ptr + row * V + mine
     if slot >= 0:
         i = context % CHUNK
         key_head = head // (HV // HK)
         d = gl.arange(0, K, gl.SliceLayout(1, of_h))
         columns = left + gl.arange(0, COLUMNS, gl.SliceLayout(0, of_h))
-        h_at = h_ptr + slot * h_slot + head * (K * V) + d[:, None] * V + columns[None, :]
+        element = head * (K * V) + d[:, None] * V + columns[None, :]
         j = gl.arange(0, CHUNK, gl.SliceLayout(1, of_rows))
         columns = left + gl.arange(0, COLUMNS, gl.SliceLayout(0, of_rows))
         rows_at = head * (CHUNK * V) + j[:, None] * V + columns[None, :]
         older = (j < i)[:, None] & (columns >= 0)[None, :]
         every = (d >= 0)[:, None]
-        h = gl.load(h_at, mask=every & (context > 0), other=0.0)
+        h = gl.load(h_ptr + slot * h_slot + element, mask=every & (context >= CHUNK), other=0.0)
         rs = gl.load(r_ptr + slot * r_slot + rows_at, mask=older, other=0.0)
         us = gl.load(u_ptr + slot * u_slot + rows_at, mask=older, other=0.0)
         on = gl.arange(0, RIGHT, gl.SliceLayout(0, rhs))[None, :]
@@ -96,10 +99,10 @@ def _state(
         v = gl.load(v_ptr + row * V + mine).to(gl.float32)
         beta = gl.load(beta_ptr + row)
         zero = gl.zeros([COLUMNS, RIGHT], gl.float32, product)
-        snapshot = packed(turned(h, lhs))
+        snapshot = turned(h, WARPS, TILES, lhs)
         read = mma_v2(snapshot, gl.where(on == 0, q, k), zero)
-        rs = turned(rs, lhs)
-        us = turned(us, lhs)
+        rs = turned(rs, WARPS, TILES, lhs)
+        us = turned(us, WARPS, TILES, lhs)
         gdc_wait()
         j = gl.arange(0, CHUNK, gl.SliceLayout(1, rhs))[:, None]
         first = on == 0
@@ -121,8 +124,6 @@ def _state(
         new_at = head * (CHUNK * V) + i * V + mine
         gl.store(r_ptr + slot * r_slot + new_at, r)
         gl.store(u_ptr + slot * u_slot + new_at, u)
-        if context == 0:
-            gl.store(h_at, h)  # zeros
     else:
         gl.store(o_at, gl.zeros([COLUMNS], gl.float32, gl.SliceLayout(1, product)))
 
@@ -144,7 +145,8 @@ def state(
     `operands` and `state` are those of the kernel up to its constants, `shape` names these.
     """
     warps = min(tile.warps, shape["V"] // 16)
-    _state[(shape["V"] // (16 * warps), *grid)](
-        *operands, *state, **shape, RIGHT=RIGHT, WARPS=warps,
+    tiles = min(tile.columns // (16 * warps), shape["V"] // (16 * warps))
+    _state[(shape["V"] // (16 * tiles * warps), *grid)](
+        *operands, *state, **shape, RIGHT=RIGHT, WARPS=warps, TILES=tiles,
         num_warps=warps, launch_pdl=True, **gpu.POLICY,
     )  # fmt: skip

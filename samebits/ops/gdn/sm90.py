@@ -123,7 +123,7 @@ def _probe() -> int:
         o = triton.varlen(*rows, table(0, 5, tokens), scale, schedule)
         state = [
             torch.zeros((1, *shape), dtype=dtype, device=device)
-            for _, shape, dtype in state_spec(schedule, key_heads, heads, size, size)
+            for _, shape, dtype in state_spec(schedule, key_heads, heads, size, size, "sm90")
         ]
         first, zero = _part(rows, slice(tokens - 12)), table(0)
         ends = table(0, tokens - 12)
@@ -131,7 +131,8 @@ def _probe() -> int:
         for i in range(tokens - 12, tokens):
             one = _part(rows, slice(i, i + 1))
             parts.append(triton.decode(*one, state, zero, table(i), scale, schedule))
-        found += [*(part.float().flatten() for part in parts), state[0].flatten()]
+        h = triton.boundary(state)  # whole fp32 values, also where they are kept in planes
+        found += [*(part.float().flatten() for part in parts), h.flatten()]
     return mixsum(torch.cat(found))
 
 
@@ -162,6 +163,7 @@ registry.register(
             "samebits.ops.gdn.triton_inverse",
             "samebits.ops.gdn.triton_scan",
             "samebits.ops.gdn.gluon_scan",
+            "samebits.ops.gdn.gluon_chain",
             "samebits.ops.gdn.gluon_rows",
             "samebits.ops.gdn.triton_chunk",
             "samebits.ops.gdn.triton_decode",

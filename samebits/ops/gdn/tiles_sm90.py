@@ -30,15 +30,23 @@ ODD = Tile(columns=32, warps=4)
 WHOLE = Tile(columns=32, warps=4, stages=3)
 ROWS = Tile(columns=128, warps=4)
 RECUR = Tile(columns=32, warps=4)
-DECODE_ROW = Tile(warps=2, heads=2)
-DECODE_STATE = Tile(warps=2)
 DECODE_CLOSE = Tile(columns=32, warps=4)
 DECODE_RECUR = Tile(columns=32, warps=4)
 REVERSE = Tile(columns=32, warps=4)
 GRADIENTS = Tile(columns=32, warps=8)
 TABLE = 128  # sequences that the first pass looks at together
 PROCESSORS = 132
-CLOSING = 2 * PROCESSORS  # programs that close chunks
+CLOSING = 3 * PROCESSORS  # programs that close chunks
+
+
+def decode_row(pairs: int) -> Tile:
+    """Of the pass without the state, for this many pairs of sequence and value head."""
+    return Tile(warps=2, heads=2 if pairs > PROCESSORS else 1)
+
+
+def decode_state(pairs: int) -> Tile:
+    """Of the pass with it: few pairs are cut smaller, so that each processor has a program."""
+    return Tile(columns=64 if pairs > PROCESSORS else 32, warps=2)
 
 
 def chain(chains: int, size: int) -> Tile:

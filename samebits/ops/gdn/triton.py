@@ -122,6 +122,17 @@ class Varlen(torch.autograd.Function):
         return *found, None, None, None
 
 
+def boundary(state: Sequence[torch.Tensor]) -> torch.Tensor:
+    """fp32 boundary states [slots, HV, K, V] of a state as `state_spec` of sm90 lists it."""
+    high, rest, ties = state[:3]
+    if high.dtype != torch.bfloat16:
+        return high
+    bit = torch.arange(high.shape[3], device=high.device) % 8
+    tie = ties.int().repeat_interleave(8, 3) >> bit & 1
+    bits = (high.view(torch.int16).int() << 16) + rest.int() + (tie << 16)
+    return bits.int().view(torch.float32)
+
+
 def _check(q, k, v, g, beta, schedule) -> None:
     gpu.prepare(v.device.index or 0)
     if schedule not in SCHEDULES:
@@ -142,7 +153,7 @@ def _check(q, k, v, g, beta, schedule) -> None:
 
 
 def _check_state(schedule, k, v, state) -> None:
-    spec = state_spec(schedule, k.shape[1], v.shape[1], k.shape[2], v.shape[2])
+    spec = state_spec(schedule, k.shape[1], v.shape[1], k.shape[2], v.shape[2], "sm90")
     if len(state) != len(spec):
         raise _refused("SB0482", f"{len(state)} tensors", f"{len(spec)} tensors")
     for x, (name, shape, dtype) in zip(state, spec, strict=True):

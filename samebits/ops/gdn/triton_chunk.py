@@ -32,6 +32,8 @@ from samebits.ops.gdn.triton_parts import (
     load_scalars,
     place,
     recur,
+    split,
+    strided,
 )
 
 
@@ -211,11 +213,6 @@ def whole_sequences(
     return h, steps(starts, context, slots, len(v))
 
 
-def strided(state: Sequence[torch.Tensor]) -> list[torch.Tensor | int]:
-    """Each state tensor followed by its stride from slot to slot."""
-    return [part for tensor in state for part in (tensor, tensor.stride(0))]
-
-
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What the passes of one call hand on, by chunk."""
@@ -235,7 +232,7 @@ def boundaries(
     at: Steps,
     raw: bool,
 ) -> tuple[Work, torch.Tensor]:
-    """The passes that both schedules share; boundary states in state[0] move on.
+    """The passes that both schedules share; boundary states in `state` move on.
 
     `state` is the boundary tensor alone (no chunk is open at the start, none is kept), or all that
     `state_spec` lists. Also returns fp32 rows [R, HV, BLOCK, CHUNK] of blocks that stay open.
@@ -251,7 +248,8 @@ def boundaries(
     x = g.new_empty((sequences if is_open else 0, heads, BLOCK, CHUNK))
     near = g.new_empty((chunks, heads, CHUNK, BLOCK))
     far = torch.empty_like(near)
-    h, running, old_g, old_beta, old_k, old_rows, old_x, old_t = named(state, raw)
+    planes, others = named(state, raw)
+    running, old_g, old_beta, old_k, old_rows, old_x, old_t = others
     shape = {"HK": key_heads, "HV": heads, "K": key_size, "CHUNK": CHUNK, "OPEN": is_open}
     tile = tiles.BEGIN
     inverse._begin[(chunks, triton.cdiv(heads, tile.heads))](
@@ -275,29 +273,33 @@ def boundaries(
 
     def odd(last: bool) -> None:
         scan._odd[(size // columns, heads, sequences)](
-            *operands, *tables, *strided([h, old_k, old_rows, running]),
-            **shape, V=size, COLUMNS=columns, LAST=last, RAW=raw,
+            *operands, *tables, *strided([*planes, old_k, old_rows, running]),
+            **shape, V=size, COLUMNS=columns, LAST=last, RAW=raw, SPLIT=split(planes),
             num_warps=tiles.ODD.warps, **CHAINED, **gpu.POLICY,
         )  # fmt: skip
 
     if is_open:
         odd(last=False)
-    scan.whole(*operands, h, tables, raw)
+    scan.whole(*operands, planes, tables, raw)
     odd(last=True)
     return Work(rows, t, u, entry), x
 
 
-def named(state: Sequence[torch.Tensor], raw: bool) -> tuple[torch.Tensor, ...]:
-    """boundary, running, g or gamma, beta, k, v or r, x, t of a state; the boundary tensor stands
-    in for what a schedule does not have."""
+Planes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def named(state: Sequence[torch.Tensor], raw: bool) -> tuple[Planes, tuple[torch.Tensor, ...]]:
+    """Planes of the boundary, and running, g or gamma, beta, k, v or r, x, t of a state; the
+    boundary tensor stands in for what a schedule does not have."""
     h = state[0]
+    whole = (h, h, h)
     if len(state) == 1:
-        return (h,) * 8
+        return whole, (h,) * 7
     if raw:
         _, running, g, beta, k, v = state
-        return h, running, g, beta, k, v, h, h
-    _, x, gamma, k, r, _, t = state
-    return h, h, gamma, h, k, r, x, t
+        return whole, (running, g, beta, k, v, h, h)
+    _, rest, ties, x, gamma, k, r, _, t = state
+    return (h, rest, ties), (h, gamma, h, k, r, x, t)
 
 
 def zeros(v: torch.Tensor, raw: bool) -> torch.Tensor:
@@ -321,7 +323,7 @@ def forward(
     heads, size = v.shape[1:]
     o = torch.empty_like(v, dtype=v.dtype if raw else torch.float32)
     work, x = boundaries(k, v, g, beta, state, at, raw)
-    h, running, old_g, old_beta, old_k, old_rows, old_x, old_t = named(state, raw)
+    running, old_g, old_beta, old_k, old_rows, old_x, old_t = named(state, raw)[1]
     shape = {"HK": key_heads, "HV": heads, "K": key_size, "V": size, "CHUNK": CHUNK}
     shape |= {"OPEN": len(state) > 1}
     chunks, tables = len(at.places), (at.places, at.slots)
@@ -345,7 +347,7 @@ def forward(
             **shape, COLUMNS=columns, num_warps=tile.warps, **CHAINED, **gpu.POLICY,
         )  # fmt: skip
     if len(state) > 1:
-        old_u = h if raw else state[5]
+        old_u = state[0] if raw else state[7]
         _save[(len(at.slots), heads)](
             k, v, g, beta, work.rows, work.t, x, work.u, at.places, at.base, at.slots,
             *strided([old_k, old_g, old_beta, old_rows, old_x, old_t, old_u]),

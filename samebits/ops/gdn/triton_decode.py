@@ -23,7 +23,6 @@ from samebits.ops.gdn import gluon_decode
 from samebits.ops.gdn import tiles_sm90 as tiles
 from samebits.ops.gdn import triton_decode_cpr as cpr
 from samebits.ops.gdn.cpu import BLOCK, CHUNK
-from samebits.ops.gdn.triton_chunk import strided
 from samebits.ops.gdn.triton_parts import (
     CHAINED,
     NEAR,
@@ -31,7 +30,10 @@ from samebits.ops.gdn.triton_parts import (
     closed,
     halves,
     kept_keys,
+    load_state,
     next_gamma,
+    store_state,
+    strided,
 )
 
 PAIR = 16  # rows of a matrix product in which q and k are rows 0 and 1
@@ -184,7 +186,7 @@ def _state(
         r_at = r_ptr + slot * r_slot + head * (CHUNK * V)
         u_at = u_ptr + slot * u_slot + head * (CHUNK * V)
         older = (j < i)[:, None]
-        h = tl.load(h_at, mask=(context > 0) & (state_at >= 0), other=0.0)
+        h = tl.load(h_at, mask=(context >= CHUNK) & (state_at >= 0), other=0.0)
         rs = tl.load(r_at + row_at, mask=older, other=0.0)
         us = tl.load(u_at + row_at, mask=older, other=0.0)
         q = tl.load(q_ptr + (n * HK + key_head) * K + d)
@@ -199,16 +201,15 @@ def _state(
         tl.store(o_at, (scale * o).to(o_ptr.dtype.element_ty))
         tl.store(r_at + i * V + columns, r)
         tl.store(u_at + i * V + columns, u)
-        if context == 0:
-            tl.store(h_at, tl.zeros((K, COLUMNS), tl.float32))
     else:
         tl.store(o_at, tl.zeros((COLUMNS,), o_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["rows"])  # a captured batch must not need a kernel of its own
 def _close(
-    context_ptr, slots_ptr, h_ptr, h_slot, gamma_ptr, gamma_slot, ok_ptr, ok_slot, u_ptr, u_slot,
-    rows, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    context_ptr, slots_ptr, h_ptr, h_slot, rest_ptr, rest_slot, ties_ptr, ties_slot,
+    gamma_ptr, gamma_slot, ok_ptr, ok_slot, u_ptr, u_slot, rows,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """Boundary states of the rows that are the last of their chunk, shared out among all programs.
@@ -237,15 +238,20 @@ def _close(
             slot = tl.load(slots_ptr + n).to(tl.int64)
             j = tl.arange(0, CHUNK)
             d = tl.arange(0, K)
-            state_at = d[:, None] * V + columns[None, :]
-            h_at = h_ptr + slot * h_slot + head * (K * V) + state_at
             u_at = u_ptr + slot * u_slot + head * (CHUNK * V)
             ok_at = ok_ptr + slot * ok_slot + head // (HV // HK) * (K * CHUNK)
-            h = tl.load(h_at)
+            h = load_state(
+                h_ptr, h_slot, rest_ptr, rest_slot, ties_ptr, ties_slot, slot, head,
+                d, columns, tl.load(context_ptr + n) >= CHUNK, K, V, COLUMNS, True,
+            )  # fmt: skip
             u = tl.load(u_at + j[:, None] * V + columns[None, :])
             kt = tl.load(ok_at + d[:, None] * CHUNK + j[None, :])
             gamma = tl.load(gamma_ptr + slot * gamma_slot + head * CHUNK + j)
-            tl.store(h_at, closed(kt, u, gamma, h, CHUNK))
+            store_state(
+                closed(kt, u, gamma, h, CHUNK),
+                h_ptr, h_slot, rest_ptr, rest_slot, ties_ptr, ties_slot, slot, head,
+                d, columns, True, K, V, COLUMNS, True,
+            )  # fmt: skip
         done += count
 
 
@@ -275,28 +281,30 @@ def step(
             num_warps=tile.warps, **gpu.POLICY,
         )  # fmt: skip
         return o
-    h, x, gamma, keys, r, u, t = state
+    *planes, x, gamma, keys, r, u, t = state
     o = torch.empty_like(v, dtype=torch.float32)
     weights = k.new_empty((rows, heads, CHUNK))
     scores = k.new_empty((rows, heads, 2, CHUNK))
     reach = torch.empty_like(g)
-    group = math.gcd(tiles.DECODE_ROW.heads, heads // key_heads)
+    tile = tiles.decode_row(rows * heads)
+    group = math.gcd(tile.heads, heads // key_heads)
     _row[(heads // group, rows)](
         q, k, g, beta, weights, scores, reach, context, slots, *strided([x, gamma, keys, t]),
         **shape, BLOCK=BLOCK, PAIR=PAIR, GROUP=group,
-        num_warps=tiles.DECODE_ROW.warps, **gpu.POLICY,
+        num_warps=tile.warps, **gpu.POLICY,
     )  # fmt: skip
     operands = (q, k, v, beta, weights, scores, reach, o, scale, context, slots)
-    used, constants = strided([h, r, u]), shape | {"V": size}
+    used, constants = strided([planes[0], r, u]), shape | {"V": size}
     if gluon_decode.serves():
-        gluon_decode.state(operands, used, constants, (heads, rows), tiles.DECODE_STATE)
+        tile = tiles.decode_state(rows * heads)
+        gluon_decode.state(operands, used, constants, (heads, rows), tile)
     else:
         _state[(1, heads, rows)](*operands, *used, **constants, COLUMNS=size, PAIR=PAIR)
     tile = tiles.DECODE_CLOSE
     columns = tile.fitted(size)
     work = rows * heads * (size // columns)
     _close[(min(work, tiles.CLOSING),)](
-        context, slots, *strided([h, gamma, keys, u]), rows,
+        context, slots, *strided([*planes, gamma, keys, u]), rows,
         **shape, V=size, COLUMNS=columns, TABLE=tiles.TABLE,
         num_warps=tile.warps, **CHAINED, **gpu.POLICY,
     )  # fmt: skip

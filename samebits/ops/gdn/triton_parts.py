@@ -10,6 +10,9 @@ in the state (RAW: as raw operands, `cpr`; else as finished rows, `chunk_row`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 
@@ -230,6 +233,75 @@ def closed(kt, u, gamma, h, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def load_state(
+    h_ptr, h_slot, rest_ptr, rest_slot, ties_ptr, ties_slot, slot, head, d, columns, live,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """fp32 boundary state of one head [K, COLUMNS]; zero unless `live`, one scalar.
+
+    d [K] and columns [COLUMNS] index its two dimensions. SPLIT: it is kept in planes, as
+    `state_spec` of sm90 says.
+    """
+    at = d[:, None] * V + columns[None, :]
+    mask = (at >= 0) & live
+    at = head * (K * V) + at
+    high = tl.load(h_ptr + slot * h_slot + at, mask=mask, other=0.0)
+    if SPLIT:
+        rest = tl.load(rest_ptr + slot * rest_slot + at, mask=mask, other=0)
+        ties_at = _bytes_of(ties_ptr + slot * ties_slot, head, d, columns, K, V, COLUMNS)
+        ties = tl.load(ties_at, mask=(d >= 0)[:, None] & live, other=0)
+        h = joined(high, rest, ties, K, COLUMNS)
+    else:
+        h = high
+    return h
+
+
+@triton.jit
+def _bytes_of(ties_at, head, d, columns, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr):
+    """Addresses [K, COLUMNS / 8] of the ties of some columns, which begin at a multiple of 8."""
+    byte = tl.min(columns, 0) // 8 + tl.arange(0, COLUMNS // 8)
+    return ties_at + head * (K * V // 8) + d[:, None] * (V // 8) + byte[None, :]
+
+
+@triton.jit
+def joined(high, rest, ties, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """fp32 state [K, COLUMNS] of its planes."""
+    h = high
+    if high.dtype == tl.bfloat16:
+        ties = tl.broadcast_to(ties.to(tl.int32)[:, :, None], (K, COLUMNS // 8, 8))
+        ties = tl.reshape((ties >> tl.arange(0, 8)[None, None, :]) & 1, (K, COLUMNS))
+        bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        h = (bits + rest.to(tl.int32) + (ties << 16)).to(tl.float32, bitcast=True)
+    return h
+
+
+@triton.jit
+def store_state(
+    h, h_ptr, h_slot, rest_ptr, rest_slot, ties_ptr, ties_slot, slot, head, d, columns, live,
+    K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `load_state` for h [K, COLUMNS]."""
+    at = d[:, None] * V + columns[None, :]
+    mask = (at >= 0) & live
+    at = head * (K * V) + at
+    if SPLIT:
+        high = h
+        rest = tl.zeros(h.shape, tl.int32)
+        if h_ptr.dtype.element_ty == tl.bfloat16:
+            high = narrowed(h, tl.bfloat16)
+            rest = h.to(tl.int32, bitcast=True)
+            rest = rest - (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        ties = tl.reshape(tl.where(rest == 32768, 1, 0), (K, COLUMNS // 8, 8))
+        ties = tl.sum(ties << tl.arange(0, 8)[None, None, :], 2).to(tl.int8)
+        ties_at = _bytes_of(ties_ptr + slot * ties_slot, head, d, columns, K, V, COLUMNS)
+        tl.store(h_ptr + slot * h_slot + at, high, mask=mask)
+        tl.store(rest_ptr + slot * rest_slot + at, rest.to(tl.int16), mask=mask)
+        tl.store(ties_at, ties, mask=(d >= 0)[:, None] & live)
+    else:
+        tl.store(h_ptr + slot * h_slot + at, h, mask=mask)
+
+
+@triton.jit
 def recur(s, q, k, v, g, beta, scale, K: tl.constexpr, COLUMNS: tl.constexpr, NEAR: tl.constexpr):
     """One step of the recurrence on s [COLUMNS, K] fp32 -> (s, o [COLUMNS] fp32)."""
     q = q.to(tl.float32)[None, :]
@@ -238,3 +310,13 @@ def recur(s, q, k, v, g, beta, scale, K: tl.constexpr, COLUMNS: tl.constexpr, NE
     delta = beta * (v.to(tl.float32) - fold(s * k, COLUMNS, K, NEAR))
     s = tl.fma(tl.broadcast_to(k, s.shape), tl.broadcast_to(delta[:, None], s.shape), s)
     return s, scale * fold(s * q, COLUMNS, K, NEAR)
+
+
+def strided(state: Sequence[torch.Tensor]) -> list[torch.Tensor | int]:
+    """Each state tensor followed by its stride from slot to slot."""
+    return [part for tensor in state for part in (tensor, tensor.stride(0))]
+
+
+def split(planes: Sequence[torch.Tensor]) -> bool:
+    """Whether a boundary state is kept in planes; else all three are the same tensor."""
+    return planes[1] is not planes[0]

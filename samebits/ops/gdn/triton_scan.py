@@ -5,10 +5,12 @@ takes its left operand from the registers that hold the result of the one before
 for no exchange between threads. Sums run in the same order.
 
     odd     a chunk that a step finds open, and the one that it leaves open
-    whole   the chunks between them: in Gluon where it serves (`gluon_scan.py`), else `_whole`
+    whole   the chunks between them: in Gluon where it serves (`gluon_chain.py`), else `_whole`
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,9 +18,18 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from samebits.ops import gpu
-from samebits.ops.gdn import gluon_scan
+from samebits.ops.gdn import gluon_chain, gluon_scan
 from samebits.ops.gdn import tiles_sm90 as tiles
-from samebits.ops.gdn.triton_parts import CHAINED, follow, load_keys, narrowed
+from samebits.ops.gdn.triton_parts import (
+    CHAINED,
+    follow,
+    load_keys,
+    load_state,
+    narrowed,
+    split,
+    store_state,
+    strided,
+)
 
 
 @triton.jit
@@ -51,9 +62,10 @@ def span(sequence, base_ptr, starts_ptr, context_ptr, CHUNK: tl.constexpr):
 @triton.jit
 def _whole(
     k_desc, v_desc, rows_desc, t_desc, u_desc, entry_desc, rows_ptr,
-    base_ptr, starts_ptr, context_ptr, slots_ptr, h_ptr, h_slot,
+    base_ptr, starts_ptr, context_ptr, slots_ptr,
+    h_ptr, h_slot, rest_ptr, rest_slot, ties_ptr, ties_slot,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, RAW: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Boundary states over the whole chunks of one sequence and value head, for some columns.
 
@@ -74,9 +86,11 @@ def _whole(
         slot = tl.load(slots_ptr + sequence).to(tl.int64)
         key_head = head // (HV // HK)
         d = tl.arange(0, K)
-        h_at = h_ptr + slot * h_slot + head * (K * V) + d[None, :] * V + columns[:, None]
-        every = (columns >= 0)[:, None] & (d >= 0)[None, :]
-        h = tl.load(h_at, mask=(context > 0) & every, other=0.0)
+        h = load_state(
+            h_ptr, h_slot, rest_ptr, rest_slot, ties_ptr, ties_slot, slot, head,
+            d, columns, context // CHUNK + (context % CHUNK > 0) > 0, K, V, COLUMNS, SPLIT,
+        )  # fmt: skip
+        h = tl.trans(h)
         origin = start - context % CHUNK
         for n in tl.range((context % CHUNK > 0).to(tl.int32), until, num_stages=STAGES):
             at = (base + n) * HV + head
@@ -97,16 +111,21 @@ def _whole(
             if not RAW:
                 u_desc.store([at * V + left, 0], u)
             h = turned_close(k, u, rest, fade, h)
-        tl.store(h_at, h)
+        store_state(
+            tl.trans(h), h_ptr, h_slot, rest_ptr, rest_slot, ties_ptr, ties_slot, slot, head,
+            d, columns, True, K, V, COLUMNS, SPLIT,
+        )  # fmt: skip
 
 
 @triton.jit
 def _odd(
     k_ptr, v_ptr, rows_ptr, t_ptr, u_ptr, entry_ptr,
     base_ptr, starts_ptr, context_ptr, slots_ptr,
-    h_ptr, h_slot, ok_ptr, ok_slot, or_ptr, or_slot, os_ptr, os_slot,
+    h_ptr, h_slot, rest_ptr, rest_slot, ties_ptr, ties_slot,
+    ok_ptr, ok_slot, or_ptr, or_slot, os_ptr, os_slot,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr, LAST: tl.constexpr, OPEN: tl.constexpr, RAW: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """`_whole` for the one chunk that begins before the step (OPEN) or, LAST, for one that begins
     in the step and stays open.
@@ -139,10 +158,13 @@ def _odd(
         turned = d[None, :] * V + columns[:, None]
         every = (columns >= 0)[:, None]
         older = (i < low)[None, :] & every
-        h_at = h_ptr + slot * h_slot + head * (K * V) + turned
         ok_at = ok_ptr + slot * ok_slot + key_head * (K * CHUNK)
         or_at = or_ptr + slot * or_slot + head * (CHUNK * V) + i[None, :] * V + columns[:, None]
-        h = tl.load(h_at)
+        h = load_state(
+            h_ptr, h_slot, rest_ptr, rest_slot, ties_ptr, ties_slot, slot, head,
+            d, columns, context // CHUNK + c > 0, K, V, COLUMNS, SPLIT,
+        )  # fmt: skip
+        h = tl.trans(h)
         kt = load_keys(k_ptr, ok_at, first, low, high, key_head, HK, K, CHUNK, OPEN)
         vt = tl.load(
             v_ptr + (token * HV + head)[None, :] * V + columns[:, None],
@@ -174,7 +196,11 @@ def _odd(
         if not RAW:
             tl.store(u_ptr + at * (CHUNK * V) + columns[:, None] * CHUNK + i[None, :], u)
         if not LAST:
-            tl.store(h_at, turned_close(k, u, rest, fade, h), mask=(high == CHUNK) & (turned >= 0))
+            store_state(
+                tl.trans(turned_close(k, u, rest, fade, h)),
+                h_ptr, h_slot, rest_ptr, rest_slot, ties_ptr, ties_slot, slot, head,
+                d, columns, high == CHUNK, K, V, COLUMNS, SPLIT,
+            )  # fmt: skip
 
 
 def blocks(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -189,19 +215,21 @@ def whole(
     t: torch.Tensor,
     u: torch.Tensor,
     entry: torch.Tensor,
-    h: torch.Tensor,
+    planes: Sequence[torch.Tensor],
     tables: tuple[torch.Tensor, ...],
     raw: bool,
 ) -> None:
-    """Launch the pass over whole chunks; shapes as `triton_chunk.Work` has them, h [slots, HV, K,
-    V] fp32; tables are base, starts, context, slots."""
+    """Launch the pass over whole chunks; shapes as `triton_chunk.Work` has them; planes are one
+    tensor h [slots, HV, K, V] fp32 three times, or its three planes; tables are base, starts,
+    context, slots."""
     key_heads, key_size = k.shape[1:]
     heads, size = v.shape[1:]
     chunk, sequences = t.shape[-1], len(tables[0]) - 1
     shape = {"HK": key_heads, "HV": heads, "K": key_size, "V": size, "CHUNK": chunk}
     matrices = (k.flatten(1), v.flatten(1), t.flatten(0, 2), u.flatten(0, 2), entry.flatten(0, 2))
     if gluon_scan.serves(k, size, raw):
-        gluon_scan.whole(*matrices, rows, h, tables, shape, tiles.chain(heads * sequences, size))
+        tile = tiles.chain(heads * sequences, size)
+        gluon_chain.whole(*matrices, rows, planes, tables, shape, tile)
         return
     k, v, t, u, entry = matrices
     tile = tiles.WHOLE
@@ -210,7 +238,7 @@ def whole(
         blocks(k, chunk, key_size), blocks(v, chunk, columns),
         blocks(rows.flatten(2).flatten(0, 1), 1, chunk), blocks(t, chunk, chunk),
         blocks(u, columns, chunk), blocks(entry, columns, key_size),
-        rows, *tables, h, h.stride(0),
-        **shape, COLUMNS=columns, STAGES=tile.stages, RAW=raw,
+        rows, *tables, *strided(planes),
+        **shape, COLUMNS=columns, STAGES=tile.stages, RAW=raw, SPLIT=split(planes),
         num_warps=tile.warps, **CHAINED, **gpu.POLICY,
     )  # fmt: skip

@@ -37,7 +37,8 @@ def spec(
         return ("state", (value_heads, key_dim, value_dim), torch.float32), window
     from samebits.ops import gdn
 
-    return *gdn.state_spec(schedule(), key_heads, value_heads, key_dim, value_dim), window
+    sizes = key_heads, value_heads, key_dim, value_dim
+    return *gdn.state_spec(schedule(), *sizes, runtime.platform()), window
 
 
 def spec_of(text, dtype: torch.dtype, ranks: int) -> Spec:
