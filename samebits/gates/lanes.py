@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samebits.gates.run import clock, say
+from samebits.gates.run import clock, say, stopping
 
 LANES = 2
 # Seconds without news until a line says what is running, and that an interrupted engine gets.
@@ -73,7 +73,11 @@ def run(tasks: Sequence[Task]) -> Iterator[tuple[str, Any]]:
             ended.add(name)
             yield name, result
     finally:
-        _stop(running)
+        stopping.set()
+        try:
+            _stop(running)
+        finally:
+            stopping.clear()
 
 
 def _next(

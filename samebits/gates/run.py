@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from samebits.evidence import current
 from samebits.gates.streams import Stream
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
+
+# Set while stages that did nothing wrong are being stopped, by Ctrl-C or the failure of another:
+# what their engines then report is no fault of theirs.
+stopping = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ class Run:
             done = work()
         except SamebitsError as error:
             took = clock(time.monotonic() - started)
-            say(f"{name}: ended by {error.error_id} after {took}; finished stages are kept")
+            how = "stopped" if stopping.is_set() else f"ended by {error.error_id}"
+            say(f"{name}: {how} after {took}; finished stages are kept")
             raise
         for stream, content in done.streams.items():
             content.save(self.folder / f"{name}.{stream}.npz")

@@ -1,9 +1,11 @@
 """A run is resumable, alone in its checkout, and leaves no process behind when interrupted."""
 
+import functools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from dataclasses import asdict
@@ -16,8 +18,8 @@ import pytest
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.errors import Refused
+from samebits.gates import lanes, stages
 from samebits.gates import run as runs
-from samebits.gates import stages
 from samebits.gates.prove import Size, locked_run
 from samebits.gates.run import Run, Stage
 from samebits.gates.streams import Stream, compare
@@ -64,6 +66,31 @@ def test_a_failed_stage_leaves_no_record_and_is_named(run, capsys):
     assert list(run.folder.iterdir()) == []
     said = capsys.readouterr().err
     assert "one: ended by SB0512" in said and "finished stages are kept" in said
+
+
+def test_a_stage_that_is_stopped_is_not_called_a_failure(run, capsys):
+    """Its engine is interrupted because another stage failed."""
+    begun = threading.Event()
+
+    def fail() -> Stage:
+        begun.wait(10)
+        raise Refused("SB0609", seen="late", required="an answer", hint="samebits doctor")
+
+    def wait() -> Stage:
+        process = subprocess.Popen(["sleep", "60"])
+        begun.set()
+        process.wait()
+        raise Refused("SB0512", seen="gone", required="an engine", hint="samebits doctor")
+
+    works = [
+        lanes.Task(n, functools.partial(run.stage, n, w))
+        for n, w in (("bad", fail), ("other", wait))
+    ]
+    with pytest.raises(Refused, match="SB0609"):
+        list(lanes.run(works))
+    said = capsys.readouterr().err
+    assert "bad: ended by SB0609" in said and "other: stopped after" in said
+    assert not runs.stopping.is_set()
 
 
 def test_two_runs_of_one_case_are_refused(tmp_path, monkeypatch):
