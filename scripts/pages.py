@@ -66,16 +66,14 @@ def step_table() -> str:
         [f"`{step.name}`", step.title, *(column[step.name] for column in columns)]
         for step in steps.STEPS
     ]
-    reasons = {
-        (name, state.why): None
-        for name, states in found.items()
-        for state in states
-        if state.state in (steps.OUT, steps.BLOCKED)
-    }
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for name, states in found.items():
+        for state in states:
+            if state.state in (steps.OUT, steps.BLOCKED):
+                reasons.setdefault((name, state.why), []).append(f"`{state.step}`")
     table = markdown.table(["step", "shows", *found], rows)
-    return "\n".join(
-        [table, "", *(f"- {name}, not shown: {why}" for name, why in reasons)]
-    ).rstrip()
+    notes = [f"- {name} leaves out {', '.join(of)}: {why}" for (name, why), of in reasons.items()]
+    return "\n".join([table, "", *notes]).rstrip()
 
 
 def control_table() -> str:

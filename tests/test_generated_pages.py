@@ -61,7 +61,7 @@ def test_every_case_with_a_contract_says_what_it_cannot_see():
 def test_every_step_is_shown_with_what_was_left_out(one_case):
     text = pages.step_table()
     assert all(f"| `{step.name}` |" in text for step in steps.STEPS)
-    assert "- toy, not shown: nobody asked" in text
+    assert "- toy leaves out `write-up`: nobody asked" in text
 
 
 def test_an_unrecorded_run_of_this_machine_is_not_shown(one_case, monkeypatch):

@@ -300,6 +300,8 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
         elapsed = clock(time.monotonic() - begun)
         say(f"{name}: {took} (stage {count} of {len(works)}, {elapsed} so far)")
         _tell_unfired(run, name, done)
+        if name in ("rl_stock", "rl_aligned"):
+            _tell_unmoved(run, name, done[name])
         if {"rollout_stress", "trainer"} <= done.keys():
             _agree(run, done)
     return done
@@ -310,6 +312,15 @@ def _tell_unfired(run: Run, name: str, done: Mapping[str, Stage]) -> None:
     for reason in fired.missing(run.recipe, name, done) if name in done else ():
         hint = advice.of(reason, recorded=run.flag == " --record")
         say(f"{name}: {reason}" + (f"; {hint}" if hint else ""))
+
+
+def _tell_unmoved(run: Run, name: str, stage: Stage) -> None:
+    """Steps whose refit sent the weights as they were; no verdict hangs on them alone."""
+    steps = ", ".join(map(str, rl.unmoved(stage)))
+    if steps:
+        size = "stock_rl_prompts" if name == "rl_stock" else "prompts_per_step"
+        hint = f"; raise `{size}` where every step should move them" if run.flag else ""
+        say(f"{name}: all rewards of step {steps} were alike, so its refit moved no weight{hint}")
 
 
 def _works(

@@ -307,8 +307,11 @@ def as_counts(stage: Stage) -> Counts:
 
 
 def unmoved(stage: Stage) -> list[int]:
-    """Steps without a gradient (all rewards alike): their refits show nothing."""
-    return [record["step"] for record in stage.facts["steps"] if record["grad_norm"] == 0]
+    """Steps without a gradient (all rewards alike): their refits show nothing.
+
+    A control has no gradient on record for its last step, on which it does not train.
+    """
+    return [r["step"] for r in stage.facts["steps"] if r.get("grad_norm") == 0]
 
 
 def firsts(stage: Stage) -> list[FirstDifference]:

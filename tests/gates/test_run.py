@@ -18,7 +18,7 @@ import pytest
 from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.errors import Refused
-from samebits.gates import lanes, stages
+from samebits.gates import lanes, prove, stages
 from samebits.gates import run as runs
 from samebits.gates.prove import Size, locked_run
 from samebits.gates.run import Run, Stage
@@ -227,14 +227,14 @@ def test_an_interrupted_run_ends_its_processes_and_resumes(tmp_path, engine, pro
             return subprocess.Popen(command, stderr=file, start_new_session=True)
 
     process = start(engine)
-    assert _wait_for(lambda: len(_alive(child)) == processes, 30), log.read_text()
+    assert _wait_for(lambda: len(_alive(child)) == processes, 90), log.read_text()
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
-    assert process.wait(30) == 130, log.read_text()
+    assert process.wait(90) == 130, log.read_text()
     assert "Traceback" not in log.read_text()
     assert _wait_for(lambda: not _alive(child), 5), _alive(child)
     assert (tmp_path / "first.json").exists() and not (tmp_path / "second.json").exists()
 
-    start("none").wait(30)
+    start("none").wait(90)
     assert "first: finished earlier, reused" in log.read_text()
 
 
@@ -269,3 +269,17 @@ def test_a_change_of_the_engines_starts_a_run_afresh(tmp_path, monkeypatch):
     engines = {"rollout", "rollout_server", "trainer", "trainer_worker"}
     assert {f"samebits.engines.{name}" for name in engines} <= set(hashed)
     assert {"samebits.weights.transport", "samebits.faults", "samebits.gates.rl"} <= set(hashed)
+
+
+@pytest.mark.parametrize(
+    "name, size", [("rl_stock", "stock_rl_prompts"), ("rl_aligned", "prompts")]
+)
+def test_a_step_whose_refit_moved_nothing_is_told(run, capsys, name, size):
+    """A control has no gradient on record for its last step."""
+    run.flag = " --record"
+    steps = [{"step": 1, "grad_norm": 0.0}, {"step": 2, "grad_norm": 0.5}, {"step": 3}]
+    prove._tell_unmoved(run, name, Stage({}, {"steps": steps}))
+    said = capsys.readouterr().err
+    assert f"{name}: all rewards of step 1 were alike" in said and size in said
+    prove._tell_unmoved(run, name, Stage({}, {"steps": steps[1:]}))
+    assert capsys.readouterr().err == ""
