@@ -319,8 +319,8 @@ def _tell_unmoved(run: Run, name: str, stage: Stage) -> None:
     steps = ", ".join(map(str, rl.unmoved(stage)))
     if steps:
         size = "stock_rl_prompts" if name == "rl_stock" else "prompts_per_step"
-        hint = f"; raise `{size}` where every step should move them" if run.flag else ""
-        say(f"{name}: all rewards of step {steps} were alike, so its refit moved no weight{hint}")
+        cure = f"; raise `{size}` where every step should move them" if run.flag else ""
+        say(f"{name}: all rewards of step {steps} were alike, so its refit moved no weight{cure}")
 
 
 def _works(
