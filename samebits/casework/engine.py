@@ -20,8 +20,8 @@ def page_tokens(config: Mapping[str, Any], schedule: str, platform: str) -> int:
     return -(-state // token // CHUNK) * CHUNK
 
 
-def problems(recipe: Recipe) -> list[str]:
-    """Sizes that do not fit cached states, as "name seen: required"; reads the recipe alone."""
+def _unfit(recipe: Recipe) -> list[tuple[str, str]]:
+    """(name, required) of sizes that do not fit cached states; reads the recipe alone."""
     if recipe.gdn_schedule is None:
         return []
     from samebits.ops.gdn import CHUNK
@@ -44,18 +44,22 @@ def problems(recipe: Recipe) -> list[str]:
             f"more than the {longest} pages of a sequence of max_model_len",
         ),
     }
-    return [
-        f"{name} {sizes[name]}: {required}" for name, (fits, required) in wanted.items() if not fits
-    ]
+    return [(name, required) for name, (fits, required) in wanted.items() if not fits]
+
+
+def problems(recipe: Recipe) -> list[str]:
+    """Sizes that do not fit cached states, as "name seen: required"; reads the recipe alone."""
+    return [f"{name} {recipe.engine[name]}: {required}" for name, required in _unfit(recipe)]
 
 
 def check(recipe: Recipe) -> None:
     """SB0328 where `problems` finds some."""
-    found = [problem.split(": ", 1) for problem in problems(recipe)]
-    if found:
+    unfit = _unfit(recipe)
+    if unfit:
+        seen = ", ".join(f"{name} {recipe.engine[name]}" for name, _ in unfit)
         raise Refused(
             "SB0328",
-            seen=f"{recipe.path}, engine: {', '.join(seen for seen, _ in found)}",
-            required="; ".join(f"{seen.split()[0]} of {required}" for seen, required in found),
+            seen=f"{recipe.path}, engine: {seen}",
+            required="; ".join(f"{name} of {required}" for name, required in unfit),
             hint="samebits explain SB0328",
         )
