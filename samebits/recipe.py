@@ -203,6 +203,11 @@ class Recipe:
         return self.data.get("rl")
 
     @property
+    def optimizer(self) -> str:
+        """Optimizer of the RL run: `adam`, or `sgd` without momentum."""
+        return (self.rl or {}).get("optimizer", "adam")
+
+    @property
     def run(self) -> Mapping[str, int]:
         """Sizes of a recorded run that differ from `gates.prove.Size.full`."""
         return self.data.get("run", {})

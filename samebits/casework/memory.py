@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _BF16, _FP32 = 2, 4
+# Optimizer -> fp32 values that it keeps for a parameter: itself, and Adam's two moments.
+_KEPT = {"adam": 3, "sgd": 1}
 
 
 def is_linear(config: Mapping[str, Any], layer: int) -> bool:
@@ -71,6 +73,13 @@ def pass_bytes(config: Mapping[str, Any]) -> int:
     layer = 5 * config["hidden_size"] + 3 * attention + 3 * config["intermediate_size"]
     logits = config["vocab_size"] * (2 * _FP32 + _BF16)
     return config["num_hidden_layers"] * layer * _BF16 + logits
+
+
+def rl_bytes(config: Mapping[str, Any], optimizer: str) -> int:
+    """What an RL run keeps for the parameters on one rank: weights in both engines, a gradient in
+    fp32, and the optimizer's."""
+    each = 2 * _BF16 + _FP32 + _KEPT[optimizer] * _FP32
+    return parameters(config, qk_norm=False) * each  # norms are a millionth of all
 
 
 def parameters(

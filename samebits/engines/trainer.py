@@ -56,9 +56,14 @@ LossFunction = Callable[
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Megatron's Adam with fp32 main parameters. `clip` 0 turns gradient clipping off."""
+    """Megatron's optimizer with fp32 main parameters. `clip` 0 turns gradient clipping off.
+
+    name   `adam`, or `sgd`: without momentum, so that it keeps nothing for a parameter
+    beta1, beta2, eps   Adam's
+    """
 
     lr: float = 1e-5
+    name: str = "adam"
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
@@ -579,7 +584,7 @@ def require_patched(hybrid: bool = False) -> None:
 
 
 def _training_wrappers(model, settings: OptimizerSettings):
-    """Megatron's DistributedDataParallel (fp32 gradient buffer) and mixed-precision Adam."""
+    """Megatron's DistributedDataParallel (fp32 gradient buffer) and mixed-precision optimizer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -590,8 +595,9 @@ def _training_wrappers(model, settings: OptimizerSettings):
     )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
+            optimizer=settings.name,
             lr=settings.lr,
+            sgd_momentum=0.0,
             weight_decay=settings.weight_decay,
             adam_beta1=settings.beta1,
             adam_beta2=settings.beta2,

@@ -100,6 +100,8 @@ class Worker:
         """
         from samebits.weights.transport import send
 
+        if self.trainer.device.type == "cuda":
+            torch.cuda.empty_cache()  # a receiver on the same chip holds the weights twice
         live = self.trainer.live_checksums()
         tensors = self.trainer.export_weights()
         if self.trainer.tp_rank != 0:

@@ -16,6 +16,8 @@ from pathlib import Path
 CORNERS = 12
 # What requests of the measured arm and of the negative controls are drawn from.
 SEEDS = {"capsule": 11, "control": 13}
+# What the ids of a long prompt are drawn from.
+LONG_SEED = 14
 # Positions of the two identical prompts with different seeds, in every capsule.
 TWINS = (6, 7)
 

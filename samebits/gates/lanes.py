@@ -83,9 +83,12 @@ def run(tasks: Sequence[Task]) -> Iterator[tuple[str, Any]]:
 def _next(
     waiting: Sequence[Task], ended: set[str], running: dict[str, _Running], cpus: frozenset[int]
 ) -> tuple[Task, frozenset[int]] | None:
-    """The task that starts now, with its CPUs; None when none may. The only one gets them all."""
+    """The task that starts now, with its CPUs; None when none may. The only one gets them all, and
+    one that wants to be alone waits for others unless it is the first of all."""
     ready = [task for task in waiting if ended.issuperset(task.after)]
     beside = [task for task in ready if not task.alone]
+    if ready and not running and ready[0] is waiting[0] and waiting[0].alone:
+        return ready[0], cpus
     if ready and not running and len(beside) < LANES:
         return (beside or ready)[0], cpus
     free = sorted(cpus.difference(*(r.cpus for r in running.values())))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,6 +61,7 @@ class Size:
     control_tokens   step budget of control engines
     alone_decoded    of the `alone` sequences, how many decode alone as well
     stress_*         step budget, sequences at a time and pages of the stress engine
+    long_prompt      tokens of a prompt that one request more has
                      A None leaves what `gates.stages` says.
     flag             option of `samebits prove` that asks for this size, with a leading blank
     """
@@ -78,6 +80,7 @@ class Size:
     stress_tokens: int | None = None
     stress_seqs: int | None = None
     stress_blocks: int | None = None
+    long_prompt: int | None = None
     flag: str = ""
 
     @classmethod
@@ -282,6 +285,8 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
     """Run what the recipe's legs need, side by side, with what finds a broken setup first."""
     budget = stages.stress(run)["max_num_batched_tokens"]
     requests = workload.main(run.recipe, run.model, size.requests, size.response, budget)
+    if size.long_prompt is not None:
+        requests.append(workload.long(run.recipe, size.long_prompt, size.response))
     capsule.write(requests, run.folder / "capsule.json")
     controls = workload.control(
         run.recipe, run.model, size.control_requests, size.control_response, size.control_prompt
@@ -343,10 +348,19 @@ def _works(
     def own() -> Sequence[Sequence[int]]:
         return done["stock_rollout"].facts["sequences"]
 
+    alone = stages.rl_alone(run.recipe)
+
+    def add_rl_stock() -> None:
+        def work() -> Stage:
+            return _rl(run, "stock", size.stock_rl_steps, size.stock_rl_prompts)
+
+        add("rl_stock", work, alone=alone)
+
+    if run.recipe.rl is not None and alone:
+        add_rl_stock()  # first: it needs most memory
     add("rollout_stress", lambda: stages.rollout_stress(run, requests))
-    if run.recipe.rl is not None:
-        # Early, because it keeps one core busy for longest.
-        add("rl_stock", lambda: _rl(run, "stock", size.stock_rl_steps, size.stock_rl_prompts))
+    if run.recipe.rl is not None and not alone:
+        add_rl_stock()  # early, because it keeps one core busy for longest
     add("stock_rollout", lambda: stages.rollout_control(run, controls, arithmetic="stock"))
     add(
         "rollout_plain",
@@ -363,7 +377,8 @@ def _works(
         _gdn_works(run, requests, own, add)
     if run.recipe.rl is not None:
         # After the other arm: two optimizers at a time would double the memory of a run.
-        add("rl_aligned", lambda: _rl(run, "aligned", size.rl_steps), "trainer", "rl_stock")
+        work = functools.partial(_rl, run, "aligned", size.rl_steps)
+        add("rl_aligned", work, "trainer", "rl_stock", alone=alone)
     add(
         "stock_trainer",
         lambda: stages.trainer_score(run, own(), base=base, arithmetic="stock"),

@@ -84,7 +84,7 @@ def run_rl(
     rollout_settings = RolloutSettings.of(
         run.recipe, run.model, arithmetic=arithmetic, trace=traces["rollout"]
     )
-    optimizer = OptimizerSettings(lr=float(settings["learning_rate"]))
+    optimizer = OptimizerSettings(lr=float(settings["learning_rate"]), name=run.recipe.optimizer)
     streams = {"rollout": Stream(), "trainer": Stream()}
     records: list[dict[str, Any]] = []
     with (

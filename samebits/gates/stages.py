@@ -22,14 +22,19 @@ _STRESS_OPTIONS = {
     "max_num_seqs": "stress_seqs",
     "kv_blocks": "stress_blocks",
 }
+# Tokens of a step whose logits a chip holds beside the model.
+_STEP = 8192
 # Step budget of the engines of negative controls.
 _CONTROL_BUDGET = 64
 # Tokens of one forward pass of the trainer: decides memory, and how much of a chip is busy.
 _MICRO_TOKENS = {"cpu": 512, "sm90": 8192}
 # Bytes that the fp32 logits of one may take; a training step holds their gradient beside them.
 _LOGITS = 4 << 30
-# Bytes that a step's activations and logits may take together, which bounds deep models.
-_PASS_BYTES = 24 << 30
+# Bytes that a step's activations and logits may take together, which bounds deep models, and that
+# they may where parameters fill the chip.
+_PASS_BYTES, _PASS_BYTES_LEFT = 24 << 30, 6 << 30
+# Bytes of an RL run's parameters beside which a chip has no room for another stage.
+_ALONE = 64 << 30
 # Beside fifteen decodes a prompt gets one token of each step.
 ONE_TOKEN = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "prefix_caching": False}
 # Requests that follow it there.
@@ -50,17 +55,28 @@ def trainer(run: Run, **changes) -> TrainerProcess:
         contract=run.recipe.contract_path,
         python_paths=paths,
         platform=run.recipe.platform,
-        micro_tokens=micro_tokens(run.recipe),
+        micro_tokens=micro_tokens(run.recipe, training="optimizer" in changes),
         **changes,
     )
     process.load(run.model)
     return process
 
 
-def micro_tokens(recipe: Recipe) -> int:
-    """Tokens of one forward pass of the trainer (one sequence at least)."""
+def micro_tokens(recipe: Recipe, *, training: bool = False) -> int:
+    """Tokens of one forward pass of the trainer (one sequence at least).
+
+    training   an optimizer is there too
+    """
     most = min(_MICRO_TOKENS[recipe.platform], _LOGITS // (4 * recipe.config["vocab_size"]))
-    return min(most, _PASS_BYTES // memory.pass_bytes(recipe.config))
+    room = _PASS_BYTES_LEFT if training and rl_alone(recipe) else _PASS_BYTES
+    return min(most, room // memory.pass_bytes(recipe.config))
+
+
+def rl_alone(recipe: Recipe) -> bool:
+    """Whether the RL run of a case leaves no room on the chip for a stage beside it."""
+    if recipe.platform == "cpu" or recipe.rl is None:
+        return False
+    return memory.rl_bytes(recipe.config, recipe.optimizer) > _ALONE
 
 
 def stress(run: Run) -> dict[str, int]:
@@ -152,12 +168,14 @@ def _one_token_slices(fired: Mapping[str, int]) -> int:
 
 
 def plain(run: Run, whole: Sequence[Sequence[int]], **changes) -> RolloutSettings:
-    """Settings of an engine without prefix cache that takes 16 of the sequences in one step."""
-    budget = max(sum(len(s) for s in whole[:16]), run.recipe.engine["max_model_len"])
-    blocks = max(48, 2 * budget // run.recipe.engine["block_size"])
+    """Settings of an engine without prefix cache that takes 16 of the sequences in one step, and
+    one that is longer than `_STEP` in several."""
+    longest, page = run.recipe.engine["max_model_len"], run.recipe.engine["block_size"]
+    budget = max(sum(len(s) for s in whole[:16]), min(longest, _STEP))
+    blocks = max(48, 2 * max(budget, longest) // page)
     if run.recipe.gdn_schedule is not None:
-        # A state is a page of its own for every layer that keeps one.
-        blocks += 16 * run.recipe.config["num_hidden_layers"]
+        # A state is a page of its own for every layer with one, over those with full attention.
+        blocks += 32 * pages.states(run.recipe)
     return _settings(
         run,
         prefix_caching=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def main(
             break
         requests[slot] = capsule.Request(tuple(ids), 11_000 + slot, max_tokens, "prompt")
     return requests
+
+
+def long(recipe: Recipe, tokens: int, max_tokens: int) -> capsule.Request:
+    """A request with a prompt of so many drawn ids."""
+    draw = random.Random(capsule.LONG_SEED)
+    ids = tuple(draw.randrange(3, recipe.config["vocab_size"]) for _ in range(tokens))
+    return capsule.Request(ids, 14_000, max_tokens, "long")
 
 
 def control(

@@ -181,7 +181,18 @@ def receive(
                 required=f"checksum {entry.checksum} (step {manifest.step})",
                 hint="samebits explain SB0705",
             )
-    return iter(received)
+    return _handed_over(received, torch.device(device))
+
+
+def _handed_over(
+    received: list[tuple[str, torch.Tensor]], device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor once; its memory is free when the next is asked for, and the chip's in the end:
+    a trainer on the same one needs it."""
+    while received:
+        yield received.pop(0)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _check_live(manifest: Manifest, live: Mapping[str, int]) -> None:

@@ -75,3 +75,18 @@ def test_a_pass_has_fewer_tokens_where_layers_leave_no_room(monkeypatch):
     # Logits of 151936 columns take 10 bytes each, a layer's activations about 150 KB.
     assert few * (1_519_360 + 36 * 150_000) == pytest.approx(24 << 30, rel=0.02)
     assert stages.micro_tokens(recipes.load("qwen3-tiny")) == 512
+    # With Adam's moments such a model fills the chip, and a step that trains has less room.
+    assert stages.rl_alone(recipe)
+    assert stages.micro_tokens(recipe, training=True) == pytest.approx(few / 4, abs=1)
+
+
+def test_an_rl_run_is_alone_where_its_parameters_fill_the_chip(monkeypatch):
+    assert not stages.rl_alone(recipes.load("qwen3-8b-h200"))  # four layers
+    assert not stages.rl_alone(recipes.load("qwen3-8b-full-h200"))  # does not train
+    assert not stages.rl_alone(recipes.load("qwen3.5-tiny"))
+    deep = recipes.load("qwen3.5-9b-h200")
+    assert stages.rl_alone(deep)
+    count = memory.parameters(deep.config, qk_norm=False)
+    assert memory.rl_bytes(deep.config, "sgd") == 12 * count
+    assert memory.rl_bytes(deep.config, "adam") == 20 * count
+    assert 8.5e9 < count < 9.5e9

@@ -252,3 +252,24 @@ def test_timed_passes_have_the_bits_of_a_score_and_move_no_weight(qwen3):
     assert mismatches(before.logprobs, logprobs) == 0
     assert mismatches(before.logprobs, after.logprobs) == 0
     assert info["step"] == 0
+
+
+def test_sgd_moves_a_weight_by_its_gradient_and_keeps_nothing(qwen3):
+    settings = OptimizerSettings(lr=1e-1, name="sgd", clip=0.0)
+    digest = Contract.load(qwen3[1]).digest
+    gradients, found = [], []
+    with start(qwen3, optimizer=settings) as running:
+        for step in (0, 1, 2):
+            if step:
+                running.train_step(train_batch(sequences()), mean_nll, "padded")
+                gradients.append(running.gradients())
+            with running.export() as manifest:
+                names = [entry.name for entry in manifest.entries]
+                taken = receive(manifest, contract_digest=digest, names=names, step=step)
+                found.append({name: tensor.clone() for name, tensor in taken})
+    main = {name: tensor.float() for name, tensor in found[0].items()}
+    for after, gradient in zip(found[1:], gradients, strict=True):
+        for name in main:
+            main[name] = torch.add(main[name], gradient[name], alpha=-1e-1)
+            assert torch.equal(after[name], main[name].to(after[name].dtype)), name
+    assert mismatches(list(found[0].values()), list(found[2].values())) > 100

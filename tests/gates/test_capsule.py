@@ -183,3 +183,11 @@ def test_slices_of_one_token_are_never_overstated(pieces, expected):
     }
     assert stages._one_token_slices(fired) == expected
     assert stages._one_token_slices(fired | {"preempted": 1}) == 0
+
+
+def test_a_long_prompt_is_the_same_every_time_and_fits():
+    recipe = recipes.load("qwen3.5-9b-h200")
+    asked, again = (workload.long(recipe, recipe.run["long_prompt"], 160) for _ in range(2))
+    assert asked == again and len(asked.prompt) == 32000
+    assert len(asked.prompt) + asked.max_tokens <= recipe.engine["max_model_len"]
+    assert 3 <= min(asked.prompt) and max(asked.prompt) < recipe.config["vocab_size"]

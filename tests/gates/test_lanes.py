@@ -100,3 +100,12 @@ def test_a_long_task_is_named_from_time_to_time(monkeypatch, capsys):
     monkeypatch.setattr(lanes, "_QUIET", 0.05)
     list(lanes.run([Task("slow", lambda: time.sleep(0.3))]))
     assert "still running: slow for 0:00" in capsys.readouterr().err
+
+
+@pair
+def test_one_that_wants_to_be_alone_goes_first_where_it_is_first():
+    order: list[str] = []
+    names = ["wide", "a", "b", "c"]
+    tasks = [Task(n, lambda n=n: order.append(n), alone=n == "wide") for n in names]
+    assert {name for name, _ in lanes.run(tasks)} == set(names)
+    assert order[0] == "wide"

@@ -134,7 +134,7 @@ def test_a_case_of_a_gpu_keeps_its_settings_and_requests(tmp_path):
     [
         ("qwen3.5-tiny", "20a130786851ed9c"),
         ("qwen3.5-tiny-cpr", "2bec2a0640545a87"),
-        ("qwen3.5-9b-h200", "d7a38910f0203883"),
+        ("qwen3.5-9b-h200", "bb511bd532e1418b"),
     ],
 )
 def test_recorded_cases_have_the_requests_that_they_were_recorded_with(case, digest, tmp_path):
