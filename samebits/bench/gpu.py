@@ -27,7 +27,9 @@ from samebits.bench import (
     gpu_fa3,
     gpu_gates,
     gpu_gdn_ahead,
+    gpu_gdn_layer_times,
     gpu_gdn_times,
+    gpu_gdn_train,
     gpu_head,
     gpu_hybrid,
     gpu_public,
@@ -209,6 +211,8 @@ AREAS: dict[str, tuple[Callable[[], Iterator[str]], Callable[[], Iterator[Row]]]
     "gemm": (gpu_gates.gemm_gates, gemm_rows),
     "head": (gpu_head.gates, gpu_head.rows),
     "gdn": (gpu_gdn_ahead.gates, gpu_gdn_times.rows),
+    "gdn-train": (gpu_gdn_train.gates, gpu_gdn_train.rows),
+    "gdn-layer": (gpu_gdn_layer_times.gates, gpu_gdn_layer_times.rows),
     "window": (gpu_window.gates, gpu_window.rows),
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from samebits.bench import gpu_gdn, gpu_gdn_times
+from samebits.bench import gpu_gdn, gpu_gdn_fla, gpu_gdn_times
 from samebits.bench.gpu_gates import Tally
 from samebits.bench.gpu_timing import Calls
 from samebits.ops import gdn, gpu
@@ -34,17 +34,22 @@ class Part:
 
 def gates() -> Iterator[str]:
     """`gpu_gdn.gates` on a full cache; the first line says what filled it."""
-    start, all_parts = time.monotonic(), parts()
-    failed = failures(all_parts)
-    seconds = time.monotonic() - start
-    yield f"gdn, compiled ahead: {len(all_parts) - len(failed)} parts in {seconds:.0f} s"
-    yield from (f"gdn, NOT compiled ahead: {line}" for line in failed)
+    yield from compiled("gdn", parts())
     yield from gpu_gdn.gates()
+
+
+def compiled(area: str, parts: Sequence[Part]) -> Iterator[str]:
+    """Run parts; one line for all, and one for each that failed."""
+    start = time.monotonic()
+    failed = failures(parts)
+    seconds = time.monotonic() - start
+    yield f"{area}, compiled ahead: {len(parts) - len(failed)} parts in {seconds:.0f} s"
+    yield from (f"{area}, NOT compiled ahead: {line}" for line in failed)
 
 
 def parts() -> list[Part]:
     """All that is launched, long parts first."""
-    each = range(1 + len(gdn.SCHEDULES))
+    each = range(1 + len(gdn.SCHEDULES) + gpu_gdn_fla.flash_qla_at_hand())
     found = [
         Part(f"prefill {heads} heads, side {side}", prefills, (heads, side))
         for side in each
@@ -94,14 +99,14 @@ def prefills(heads: int, side: int) -> None:
     """One side of the timed prefills."""
     gpu.prepare(0)
     for count, length in gpu_gdn_times.PREFILLS:
-        _launch([gpu_gdn_times.prefill_sides(heads, count, length)[side]])
+        launch([gpu_gdn_times.prefill_sides(heads, count, length)[side]])
 
 
 def decodes(heads: int) -> None:
     """All sides of the timed decode steps."""
     gpu.prepare(0)
     for count in gpu_gdn_times.DECODES:
-        _launch(gpu_gdn_times.decode_sides(heads, count))
+        launch(gpu_gdn_times.decode_sides(heads, count))
 
 
 def scenario(key_heads: int, heads: int, schedule: str) -> None:
@@ -116,7 +121,8 @@ def gradients(schedule: str) -> None:
     gpu_gdn.gate_gradients(schedule)
 
 
-def _launch(sides: Sequence[Calls]) -> None:
+def launch(sides: Sequence[Calls]) -> None:
+    """Every call once."""
     for calls in sides:
         for call in calls:
             call()

@@ -2,7 +2,8 @@
 `samebits.bench.gpu`.
 
 The pinned flash-linear-attention must be importable. Its chunk and recurrent kernels take the same
-operands: normalised q and k, log decays, fp32 states, half as many key heads as value heads.
+operands: normalised q and k, log decays, fp32 states, half as many key heads as value heads. Where
+FlashQLA is importable, prefill has rows against it as well.
 """
 
 from __future__ import annotations
@@ -12,9 +13,20 @@ from functools import partial
 
 import torch
 
-from samebits.bench.gpu_gdn import SCALE, SIZE, Sequences, State, integers, packed_from, poisoned
+from samebits.bench import gpu_gdn_fla
+from samebits.bench.gpu_gdn import (
+    O_ERROR_ELSEWHERE,
+    SCALE,
+    SIZE,
+    Sequences,
+    State,
+    integers,
+    packed_from,
+    poisoned,
+)
 from samebits.bench.gpu_timing import Calls, Row, medians, row
 from samebits.ops import gdn
+from samebits.ops.gdn import errors
 from samebits.ops.gdn import triton as kernels
 
 HEADS = (32, 8, 4, 16)  # value heads
@@ -28,10 +40,8 @@ def rows() -> Iterator[Row]:
     """Forward of the core against flash-linear-attention."""
     for heads in HEADS:
         for count, length in PREFILLS:
-            theirs, *ours = medians(prefill_sides(heads, count, length))
-            for schedule, time in zip(gdn.SCHEDULES, ours, strict=True):
-                work = f"gdn {schedule}, prefill {count} x {length}, {heads} heads"
-                yield row(work, time, "fla chunk", theirs, 0.90)
+            theirs, *ours = medians(prefill_sides(heads, count, length)[: 1 + len(gdn.SCHEDULES)])
+            yield from _prefill_rows(heads, count, length, ours, "fla chunk", theirs, 0.90)
         for count in DECODES:
             theirs, *ours = medians(decode_sides(heads, count))
             for (schedule, phase), time in zip(_decodes(count), ours, strict=True):
@@ -40,28 +50,66 @@ def rows() -> Iterator[Row]:
                     target = TARGETS.get(heads)
                 work = f"gdn {schedule}, decode {count} x 1, {phase}, {heads} heads"
                 yield row(work, time, "fla fused recurrent, fp32 state", theirs, target)
+    yield from flash_qla_rows()
+
+
+def _prefill_rows(
+    heads: int,
+    count: int,
+    length: int,
+    ours: Sequence[float],
+    name: str,
+    theirs: float,
+    target: float,
+) -> Iterator[Row]:
+    for schedule, time in zip(gdn.SCHEDULES, ours, strict=True):
+        work = f"gdn {schedule}, prefill {count} x {length}, {heads} heads"
+        yield row(work, time, name, theirs, target)
+
+
+def flash_qla_rows() -> Iterator[Row]:
+    """Prefill against FlashQLA where it is at hand; last, as it is not ours to make it run."""
+    for heads in HEADS if gpu_gdn_fla.flash_qla_at_hand() else ():
+        for count, length in PREFILLS:
+            try:
+                law, *ours, theirs = prefill_sides(heads, count, length)
+                distance = _distance(theirs, law)
+                if not distance <= O_ERROR_ELSEWHERE:
+                    raise ValueError(f"its outputs are {distance:.1e} from those of fla chunk")
+                times = medians([*ours, theirs])
+            except Exception as error:
+                print(
+                    f"no row against FlashQLA, prefill {count} x {length}, {heads} heads: {error}"
+                )
+                continue
+            *found, time = times
+            name = gpu_gdn_fla.FLASH_QLA
+            yield from _prefill_rows(heads, count, length, found, name, time, 1.25)
+
+
+def _distance(found: Calls, law: Calls) -> float:
+    a, b = (calls[0]() for calls in (found, law))
+    return errors.relative(a[0], b[0].double())  # type: ignore[index]
 
 
 def prefill_sides(heads: int, count: int, length: int) -> list[Calls]:
-    """Calls of flash-linear-attention, then of each schedule."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    data = _drawn(heads, [length] * count)
+    """Calls of flash-linear-attention, of each schedule, and of FlashQLA where it is at hand."""
+    data = drawn(heads, [length] * count)
     q, k, v, g, beta = data.operands
     starts, zero, slots = (integers(x) for x in (data.starts, [0] * count, range(count)))
-    sides: list[Calls] = [[_native(chunk_gated_delta_rule, data)]]
+    sides: list[Calls] = [[_native(gpu_gdn_fla.chunk(), data)]]
     for schedule in gdn.SCHEDULES:
         state = poisoned(schedule, heads // 2, heads, count)
         step = partial(kernels.advance, q, k, v, g, beta, state, slots, starts, zero)
         sides.append([partial(step, SCALE, schedule)])
+    if gpu_gdn_fla.flash_qla_at_hand():
+        sides.append([_native(gpu_gdn_fla.flash_qla(), data)])
     return sides
 
 
 def decode_sides(heads: int, count: int) -> list[Calls]:
     """Calls for one token of each sequence: of flash-linear-attention, then of `_decodes`."""
-    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-
-    data = _drawn(heads, [1] * count)
+    data = drawn(heads, [1] * count)
     q, k, v, g, beta = data.operands
     slots = integers(range(count))
     phases = {
@@ -69,8 +117,8 @@ def decode_sides(heads: int, count: int) -> list[Calls]:
         "closing": [gdn.CHUNK - 1] * count,
     }
     at = {name: integers([gdn.CHUNK + n for n in phase]) for name, phase in phases.items()}
-    states = {schedule: _used(schedule, heads, count) for schedule in gdn.SCHEDULES}
-    sides: list[Calls] = [[_native(fused_recurrent_gated_delta_rule, data, state=True)]]
+    states = {schedule: used(schedule, heads, count) for schedule in gdn.SCHEDULES}
+    sides: list[Calls] = [[_native(gpu_gdn_fla.recurrent(), data, state=True)]]
     for schedule, phase in _decodes(count):
         step = partial(kernels.decode, q, k, v, g, beta, states[schedule], slots, at[phase])
         sides.append([partial(step, SCALE, schedule)])
@@ -83,7 +131,7 @@ def _decodes(count: int) -> list[tuple[str, str]]:
     return [(schedule, phase) for schedule in gdn.SCHEDULES for phase in phases]
 
 
-def _used(schedule: str, heads: int, count: int) -> State:
+def used(schedule: str, heads: int, count: int) -> State:
     """Left-over values of a used state, not NaN: a phase needs the rows before it."""
     state = poisoned(schedule, heads // 2, heads, count)
     for x in state:
@@ -94,7 +142,7 @@ def _used(schedule: str, heads: int, count: int) -> State:
     return state
 
 
-def _drawn(heads: int, lengths: Sequence[int]) -> Sequences:
+def drawn(heads: int, lengths: Sequence[int]) -> Sequences:
     """Scenario `n`, drawn on the GPU: long ones take the host seconds."""
     tokens = sum(lengths)
 

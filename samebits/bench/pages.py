@@ -14,6 +14,7 @@ from samebits import markdown
 Row = dict[str, Any]
 _PRODUCT = re.compile(r"gemm (\w+) (\d+) x (\d+) x (\d+) bf16(?:, (\d) leaves)?")
 _GDN = re.compile(r"gdn (\w+), (.+), (\d+) heads")
+_FLA = re.compile(r"\bfla\b")
 _BYTES = "bytes / 4.3 TB/s"
 
 
@@ -135,12 +136,15 @@ def _time(row: Row, value: float) -> str:
 
 
 def gdn(rows: Sequence[Row], schedule: str) -> str:
-    """Gated delta nets by one schedule: microseconds, and in brackets the ratio to FLA."""
+    """Gated delta nets by one schedule: microseconds, and in brackets the ratio to FLA; a line of
+    its own where a work is compared with something else."""
     found: dict[str, dict[int, Row]] = {}
     for row in rows:
         parts = _GDN.fullmatch(row["work"])
         if parts and parts[1] == schedule:
-            found.setdefault(parts[2], {})[int(parts[3])] = row
+            name = row["against"]["name"]
+            line = parts[2] if _FLA.search(name) else f"{parts[2]}, to {name}"
+            found.setdefault(line, {})[int(parts[3])] = row
     heads = sorted({n for line in found.values() for n in line})
     lines = [
         [

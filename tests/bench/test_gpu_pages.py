@@ -26,6 +26,9 @@ ROWS = [
     row("lm_head + logprob", 9.0, "cuBLAS", 6.0, None),
     row("gdn cpr, decode, 4 heads", 9.0, "fla", 6.0, 0.75),
     row("gdn cpr, decode, 8 heads", 3.0, "fla", 6.0, 0.65),
+    row("gdn cpr, train 1 x 9, 8 heads", 5.0, "fla chunk", 10.0, 0.9),
+    row("gdn cpr, train 1 x 9, 8 heads", 5.0, "FlashQLA", 2.5, 1.25),
+    row("gdn cpr, layer train 1 x 9, 8 heads", 5.0, "cuBLAS and fla", 4.0, 1.1),
     row("gdn chunk_row, decode, 8 heads", 1234.0, "fla", 6.0, 0.65),
 ]
 
@@ -55,7 +58,12 @@ ROWS = [
         (pages.head, ["| lm_head + logprob | 9.0 us | - | 1.50 |"]),
         (
             lambda rows: pages.gdn(rows, "cpr"),
-            ["| decode | 0.75, 0.65 | 9.0 (**1.50**) | 3.0 (0.50) |"],
+            [
+                "| decode | 0.75, 0.65 | 9.0 (**1.50**) | 3.0 (0.50) |",
+                "| train 1 x 9 | 0.90 | - | 5.0 (0.50) |",
+                "| train 1 x 9, to FlashQLA | 1.25 | - | 5.0 (**2.00**) |",
+                "| layer train 1 x 9 | 1.10 | - | 5.0 (**1.25**) |",
+            ],
         ),
     ],
 )
