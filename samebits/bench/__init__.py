@@ -27,11 +27,17 @@ def _file(names: Sequence[str] = ()) -> Path:
     return cases_folder() / ("bench-h200.json" if ON_GPU in names else "bench.json")
 
 
-def run(names: list[str], case: str | None = None) -> list[dict[str, Any]]:
+def run(
+    names: list[str],
+    case: str | None = None,
+    arms: Sequence[str] = (),
+    fast: bool = False,
+) -> list[dict[str, Any]]:
     """Rows of the named benchmarks (all by default), with hardware, date and whether met.
 
     `case` times the whole engines of that case: only `rollout` (on a CPU) and `engines` (on a GPU)
-    have one, and `engines` needs one.
+    have one, and `engines` needs one. `arms` and `fast` are a choice among the configurations of
+    `engines` (`engine_choice.Choice`).
     """
     known = (*NAMES, ON_GPU)
     unknown = sorted(set(names) - set(known))
@@ -56,12 +62,24 @@ def run(names: list[str], case: str | None = None) -> list[dict[str, Any]]:
             required="the case whose engines are timed",
             hint="samebits case list",
         )
+    chosen: tuple[Any, ...] = () if case is None else (case,)
+    if arms or fast:
+        if ON_GPU not in names:
+            raise Refused(
+                "SB0909",
+                seen=f"--arm or --fast with {', '.join(names) or 'all benchmarks'}",
+                required=f"{ON_GPU}, which has configurations to choose among",
+                hint="samebits bench run --help",
+            )
+        from samebits.bench.engine_choice import Choice
+
+        chosen = (case, Choice(tuple(arms), fast))
     from samebits import env
 
     rows = []
     for name in names or NAMES:
         module = importlib.import_module(f"samebits.bench.{name}")
-        for row in module.rows() if case is None else module.rows(case):
+        for row in module.rows(*chosen):
             target = row["target"]
             rows.append(
                 {

@@ -4,37 +4,39 @@
 made once the engine runs, and `out`, where the answer is written. It is timed when a line comes
 on standard input, and not if that is closed. An aligned arm is started exactly as `RolloutEngine`
 starts one; any other is vLLM's own engine, with no plugin of this package and
-with weights from a safetensors file.
+with weights from a safetensors file. All can be asked for their memory (`engine_worker`).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from samebits.bench import engine_memory
 from samebits.engines.rollout_wire import bits_of
 
-# What is timed: so many requests at once, each with so many prompt and sampled tokens.
-REQUESTS, PROMPT, RESPONSE = 256, 1024, 256
+# What is timed: so many requests at once, each with so many prompt and sampled tokens; of a model
+# with recurrent states more of these, since its decode steps are what states are for.
+REQUESTS, PROMPT, RESPONSE, LONG_RESPONSE = 256, 1024, 256, 1024
 # The gate: fewer and shorter requests, decoded and then scored.
 _GATED, _GATED_RESPONSE = 32, 64
 REPEATS = 3
 # An arm that is this much slower than the best one so far is not timed again.
 _HOPELESS = 1.15
 BUDGET, BLOCK = 8192, 16  # tokens of a step, tokens of a page
-LENGTH = PROMPT + RESPONSE + BLOCK
-PAGES = REQUESTS * (LENGTH // BLOCK) + 64
 MODES = ("seeded", "unseeded")
 _VERSIONS = {"FLASH_ATTN": {"flash_attn_version": 3}}  # never another in its place
 PASS = (8, 1024)  # sequences and tokens of a training pass
+_MEASURED = "samebits.bench.engine_worker.Measured"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Arm:
     compiled   torch.compile and all kinds of CUDA graphs, as vLLM does by itself; else graphs of
                decode steps alone
     invariant  vLLM's own batch invariance, VLLM_BATCH_INVARIANT=1
+    response   tokens that every request samples
+    block      tokens of a page of the cache; 0: as vLLM chooses
+    pages      how many; 0: as many as `cached` bytes hold
+    states     vLLM's dtype of recurrent states; None for a model without
+    prefill    whose kernels prefill recurrent layers: `triton` are FLA's
     """
 
     name: str
@@ -56,11 +63,32 @@ class Arm:
     backend: str = ""
     compiled: bool = False
     invariant: bool = False
+    response: int = RESPONSE
+    block: int = BLOCK
+    pages: int = 0
+    cached: int = 0
+    states: str | None = None
+    prefill: str = "triton"
 
     @property
     def aligned(self) -> bool:
         """Whether the operators of this package compute."""
         return self.settings is not None
+
+    @property
+    def length(self) -> int:
+        """Tokens that a sequence may have."""
+        return length_of(self.response)
+
+    @property
+    def rated(self) -> bool:
+        """Whether ours is compared with it: one of vLLM's own that keeps states in fp32."""
+        return not self.aligned and self.states in (None, "float32")
+
+
+def length_of(response: int) -> int:
+    """Tokens that a sequence with so long a response may have; a few more than it gets."""
+    return PROMPT + response + BLOCK
 
 
 def prompts(vocabulary: int, count: int, length: int = PROMPT, seed: int = 1) -> list[list[int]]:
@@ -69,43 +97,39 @@ def prompts(vocabulary: int, count: int, length: int = PROMPT, seed: int = 1) ->
     return draw.integers(3, vocabulary, (count, length)).tolist()
 
 
-def cache_bytes(config: Any) -> int:
-    """Bytes of the bf16 keys and values of all pages; `config` as transformers has it."""
-    page = 2 * 2 * BLOCK * config.num_key_value_heads * config.head_dim
-    return page * PAGES * config.num_hidden_layers
-
-
 def _start(arm: Arm) -> Any:
     """The running `vllm.LLM` of an arm."""
     if arm.settings is not None:
         from samebits.engines.rollout_server import Server
 
         server = Server()
-        server.start(arm.settings)
+        server.start(arm.settings, worker_extension_cls=_MEASURED)
         return server._llm
-    from transformers import AutoConfig
     from vllm import LLM
 
-    config = AutoConfig.from_pretrained(arm.model)
     own: dict[str, Any] = {}
     if not arm.compiled:
         own["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if arm.block:
+        own |= {"block_size": arm.block, "num_gpu_blocks_override": arm.pages}
+    if arm.states is not None:
+        own["mamba_ssm_cache_dtype"] = arm.states
+        own["additional_config"] = {"gdn_prefill_backend": arm.prefill}
     return LLM(
         model=arm.model,
         skip_tokenizer_init=True,
         dtype="bfloat16",
         load_format="safetensors",
-        max_model_len=LENGTH,
+        max_model_len=arm.length,
         max_num_batched_tokens=BUDGET,
         max_num_seqs=REQUESTS,
-        block_size=BLOCK,
-        num_gpu_blocks_override=PAGES,
-        kv_cache_memory_bytes=cache_bytes(config),
+        kv_cache_memory_bytes=arm.cached,
         enable_prefix_caching=False,
         seed=0,
         disable_log_stats=True,
         gpu_memory_utilization=0.05,
         attention_config={"backend": arm.backend, **_VERSIONS.get(arm.backend, {})},
+        worker_extension_cls=_MEASURED,
         **own,
     )
 
@@ -170,8 +194,12 @@ def measure(llm: Any, arm: Arm, best: dict[str, float]) -> dict[str, Any]:
     """Seconds of whole runs by mode (an aligned arm has seeds only), and what the gate found.
 
     best   median seconds of the fastest of vLLM's own so far, by mode
-    A run ends when its last token is on the host, so it needs no synchronisation.
+    A run ends when its last token is on the host, so it needs no synchronisation. RuntimeError
+    where the cache cannot hold all requests at once.
     """
+    (held,) = llm.collective_rpc("samebits_measured")
+    if lacking := engine_memory.short_of_pages(held, REQUESTS):
+        raise RuntimeError(lacking)
     config = llm.llm_engine.vllm_config
     vocabulary = config.model_config.get_vocab_size()
     wrong, tokens = _gate(llm, vocabulary)
@@ -187,15 +215,17 @@ def measure(llm: Any, arm: Arm, best: dict[str, float]) -> dict[str, Any]:
 
     def run(seed: int | None) -> float:
         begun = time.perf_counter()
-        outputs = _generate(llm, asked, RESPONSE, seed)
+        outputs = _generate(llm, asked, arm.response, seed)
         spent = time.perf_counter() - begun
-        if any(len(output.outputs[0].token_ids) != RESPONSE for output in outputs):
-            raise RuntimeError(f"a response of other than {RESPONSE} tokens")
+        if any(len(output.outputs[0].token_ids) != arm.response for output in outputs):
+            raise RuntimeError(f"a response of other than {arm.response} tokens")
         return spent
 
     for mode, seed in modes.items():
         seconds[mode] = repeated(lambda seed=seed: run(seed), best.get(mode))  # type: ignore[misc]
+    (held,) = llm.collective_rpc("samebits_measured")  # again, for its peak
     return {
+        "memory": held,
         "seconds": seconds,
         "mismatches": wrong,
         "gated": tokens,
@@ -207,9 +237,18 @@ def measure(llm: Any, arm: Arm, best: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def median(found: dict[str, Any], mode: str) -> float:
+def median(found: Mapping[str, Any], mode: str) -> float:
     """Median seconds of a run."""
     return statistics.median(found["seconds"][mode])
+
+
+def name_hybrid() -> None:
+    """Tell vLLM where its text-only hybrid model is, in a process without a plugin."""
+    if os.environ.get("VLLM_PLUGINS") == "":
+        from vllm.model_executor.models import ModelRegistry
+
+        name = "Qwen3_5ForCausalLM"
+        ModelRegistry.register_model(name, f"samebits.bench.stock_hybrid:{name}")
 
 
 def main() -> int:
@@ -229,5 +268,8 @@ def main() -> int:
     return 0
 
 
+# vLLM spawns its engine core, which imports the parent's main module before anything else.
+if __name__ in ("__main__", "__mp_main__"):
+    name_hybrid()
 if __name__ == "__main__":
     sys.exit(main())

@@ -24,7 +24,7 @@ from samebits.bench.engine_arm import Arm
 from samebits.engines import rollout_wire as wire
 from samebits.errors import SamebitsError
 
-SECONDS = 240.0  # that a configuration may take to start, and again to be timed
+SECONDS = 480.0  # that a configuration may take to start, and again to be timed
 _LINES = 3  # of a failed configuration's output that are its reason
 _POLL = 0.2
 

@@ -1,9 +1,10 @@
 """Whole engines on a GPU: `samebits bench run engines --case CASE --record`.
 
 Rollout: tokens of 256 concurrent requests, aligned with CUDA graphs, against the fastest of vLLM's
-own configurations. Trainer: forward and backward of 8192 tokens, aligned against Megatron's local
-spec. The gate comes first: what the aligned engine decodes equals its own prefill, and that the
-trainer's score; while it is red there are no rows.
+own configurations, and of a model with recurrent states the pages of a sequence. Trainer: forward
+and backward of 8192 tokens, aligned against Megatron's local spec. The gate comes first: what the
+aligned engine decodes equals its own prefill, and that the trainer's score; while it is red there
+are no rows.
 
 Every configuration is one process, and what it measured is kept in `build/bench` under the state of
 the sources: a run that was interrupted goes on with the next one. A configuration that does not run
@@ -13,22 +14,21 @@ is kept with its reason; delete its file to try again.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from samebits import env, files
 from samebits import recipe as recipes
-from samebits.bench import engine_arm
-from samebits.bench.engine_arm import MODES, PASS, REQUESTS, RESPONSE, Arm, median
+from samebits.bench import engine_arm, engine_choice, engine_memory, engine_rows
+from samebits.bench.engine_arm import MODES, PASS, Arm, median
+from samebits.bench.engine_choice import Choice
 from samebits.bench.engine_process import ArmProcess
 from samebits.bench.rollout import loss, trainer_of
 from samebits.contract import Contract, canonical
@@ -41,13 +41,17 @@ from samebits.mismatch import as_bits
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
 
-THROUGHPUT = 1.053  # time allowed beside stock's: 0.95 of its tokens in a second
-STEP = 1.10
-_OTHER = 6 << 30  # bytes of an engine that are neither weights nor pages
+_FREE = 0.9  # share of the free memory that engines may fill together
+_Item = TypeVar("_Item")
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    """Rows of the case's engines; SB0440 while the gate is red."""
+def rows(name: str, choice: Choice | None = None) -> list[dict[str, Any]]:
+    """Rows of the case's engines; SB0440 while the gate is red.
+
+    choice   configurations to run (all by default); the others are in the rows as not run, unless
+             this state of the sources measured them before
+    """
+    choice = choice or Choice()
     case = recipes.load(name)
     require(case.platform)
     Contract.of(case).check_sources()
@@ -55,10 +59,14 @@ def rows(name: str) -> list[dict[str, Any]]:
 
     model = sources.prepare(case)
     folder = _folder(case)
-    found = [*_rollouts(case, model, folder)]
+    found = [*_rollouts(case, model, folder, choice)]
     passes = {a: _passes(case, model, folder, a) for a in ("aligned", "stock")}
     gate(found[0], passes["aligned"], Contract.of(case).regions)
-    return [*rollout_rows(case.case, found), *trainer_rows(case.case, passes)]
+    return [
+        *engine_rows.rollout_rows(case.case, found),
+        *engine_rows.memory_rows(case.case, found),
+        *engine_rows.trainer_rows(case.case, passes),
+    ]
 
 
 def _folder(case: Recipe) -> Path:
@@ -72,7 +80,11 @@ def _folder(case: Recipe) -> Path:
                 [
                     "samebits.bench.engines",
                     "samebits.bench.engine_arm",
+                    "samebits.bench.engine_choice",
+                    "samebits.bench.engine_memory",
                     "samebits.bench.engine_process",
+                    "samebits.bench.engine_worker",
+                    "samebits.bench.stock_hybrid",
                 ]
             ),
         }
@@ -132,88 +144,79 @@ def gate(rollout: Mapping[str, Any], passes: Mapping[str, Any], regions: Collect
 # --- rollout --------------------------------------------------------------------------------
 
 
-def arms(case: Recipe, model: Path, stock: Path) -> tuple[Arm, list[Arm]]:
-    """The aligned configuration as cases prove it, and others.
-
-    Of these vLLM's own come first, in the order in which it takes them by itself, and last what is
-    not proved: its batch invariance, and aligned steps that are prepared ahead.
-    """
-    settings = RolloutSettings.of(
-        case,
-        model,
-        max_model_len=engine_arm.LENGTH,
-        max_num_batched_tokens=engine_arm.BUDGET,
-        max_num_seqs=REQUESTS,
-        kv_blocks=engine_arm.PAGES,
-        block_size=engine_arm.BLOCK,
-        prefix_caching=False,
-        cuda_graphs=1,
-    )
-    plain, ahead = (
-        json.loads(json.dumps(asdict(replace(settings, ahead=a)), default=str))
-        for a in (False, True)
-    )
-    own = [
-        Arm(f"vLLM V{runner}, {label}, compiled", str(stock), None, runner, backend, True)
-        for label, backend in (("FA3", "FLASH_ATTN"), ("Triton", "TRITON_ATTN"))
-        for runner in (2, 1)
-    ]
-    invariant = "vLLM V1, FA3, batch-invariant, compiled"
-    own.append(Arm(invariant, str(stock), None, 1, "FLASH_ATTN", True, invariant=True))
-    own.append(Arm("aligned, steps prepared ahead", str(model), ahead))
-    return Arm("aligned", str(model), plain), own
-
-
-def _rollouts(case: Recipe, model: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """What every configuration measured, the aligned one first.
+def _rollouts(case: Recipe, model: Path, folder: Path, choice: Choice) -> Iterator[dict[str, Any]]:
+    """What every configuration measured, the aligned one first, and last those that did not run.
 
     As many as the GPU holds start together, and are measured in turn. One that does not start
     compiled is tried with graphs of decode steps alone.
     """
     stock = folder.parent / "model"
-    aligned, own = arms(case, model, stock)
+    aligned, own = engine_choice.arms(case, model, stock)
+    choice.check(own)
     _write_model(model, stock)
     with contextlib.ExitStack() as processes:
         turns = [_Turn(case, arm, folder, processes) for arm in (aligned, *own)]
-        for turn in turns[: _together(stock)]:
-            turn.start()
-        for turn in turns:
-            turn.wait()
-        first = turns[0].measure({})
-        if "failed" in first:
-            raise Refused(
-                "SB0512",
-                seen=first["failed"],
-                required="a running vLLM process",
-                hint="samebits explain SB0512",
-            )
-        yield first
-        if first["mismatches"]:  # the gate is red: nothing is to be timed
-            return
+        running = [t for t in turns if t.arm is aligned or t.kept or choice.takes(t.arm)]
+        weights, free = _weights(stock), _memory()[0]
+
+        def size(turn: _Turn) -> int:
+            if turn.kept:
+                return 0
+            return engine_memory.engine_bytes(case.config, weights, turn.arm.cached)
+
         best: dict[str, float] = {}
-        for turn in turns[1:]:
-            found = turn.measure(best)
-            yield found
-            if turn.arm.aligned:
-                continue
-            if "failed" in found:
-                name = turn.arm.name.replace("compiled", "decode graphs")
-                plain = replace(turn.arm, name=name, compiled=False)
-                found = _Turn(case, plain, folder, processes).measure(best)
-                yield found
-            if "failed" not in found:
-                best = {m: min(median(found, m), best.get(m, np.inf)) for m in MODES}
+        for batch in batches(running, size, int(free * _FREE)):
+            for turn in batch:
+                turn.start()
+            for turn in batch:
+                turn.wait()
+            for turn in batch:
+                for found in turn.measurements(best):
+                    if turn.arm is aligned:
+                        _require_ran(found)
+                    yield found
+                    if "failed" not in found and turn.arm.rated:
+                        best = {m: min(median(found, m), best.get(m, np.inf)) for m in MODES}
+                    if turn.arm is aligned and found["mismatches"]:
+                        return  # the gate is red: nothing is to be timed
+    yield from (engine_rows.left_out(t.arm.name) for t in turns if t not in running)
 
 
-def _together(model: Path) -> int:
-    """How many engines of a model the free memory of the GPU holds; 1 at least."""
+def _require_ran(found: Mapping[str, Any]) -> None:
+    """SB0512 where the aligned engine did not run."""
+    if "failed" in found:
+        raise Refused(
+            "SB0512",
+            seen=found["failed"],
+            required="a running vLLM process",
+            hint="samebits explain SB0512",
+        )
+
+
+def batches(
+    items: Sequence[_Item], size: Callable[[_Item], int], free: int
+) -> Iterator[list[_Item]]:
+    """Items in their order, in runs whose sizes fit in `free` together; one item at least."""
+    batch = list[_Item]()
+    for item in items:
+        if batch and sum(map(size, batch)) + size(item) > free:
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+def _memory() -> tuple[int, int]:
+    """(free, all) bytes of the GPU."""
     import torch
-    from transformers import AutoConfig
 
-    free, _ = torch.cuda.mem_get_info()
-    weights = (model / "model.safetensors").stat().st_size
-    each = weights + engine_arm.cache_bytes(AutoConfig.from_pretrained(model)) + _OTHER
-    return max(1, int(free * 0.9) // each)
+    return torch.cuda.mem_get_info()
+
+
+def _weights(stock: Path) -> int:
+    """Bytes of the model's weights."""
+    return (stock / "model.safetensors").stat().st_size
 
 
 def _write_model(model: Path, stock: Path) -> None:
@@ -265,12 +268,17 @@ class _Turn:
         self._process: ArmProcess | None = None
 
     @property
+    def kept(self) -> bool:
+        """Whether it was measured, or failed, earlier."""
+        return self._path.exists()
+
+    @property
     def _path(self) -> Path:
         return self._folder / f"{self._stem}.json"
 
     def start(self) -> None:
         """Start the process, unless the answer is at hand."""
-        if self._process is None and not self._path.exists():
+        if self._process is None and not self.kept:
             sys.stderr.write(f"bench: {self.arm.name} ...\n")
             environment = _environment(self._case, self.arm)
             self._process = ArmProcess(self.arm, environment, self._folder, self._stem)
@@ -280,6 +288,14 @@ class _Turn:
         """Until the engine runs, or has failed; nothing where none was started."""
         if self._process is not None:
             self._process.started()
+
+    def measurements(self, best: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+        """What it measured; where it failed, also what is tried in its place."""
+        found = self.measure(best)
+        yield found
+        other = engine_choice.again(self.arm)
+        if "failed" in found and other is not None:
+            yield _Turn(self._case, other, self._folder, self._processes).measure(best)
 
     def measure(self, best: Mapping[str, float]) -> dict[str, Any]:
         """{name, seconds, ...} or {name, failed}."""
@@ -292,77 +308,46 @@ class _Turn:
         return _kept(self._path, measured, aligned=self.arm.aligned)
 
 
-def rollout_rows(case: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ours against the fastest of vLLM's own, with the same seeds and with none.
-
-    Microseconds for each sampled token of all requests. `others` are the configurations that were
-    slower, and those that were not measured with the reason. `differ`: of how many decoded tokens
-    a prefill of the same tokens has other bits, by the gate's small run.
-    """
-    ours, *own = found
-    failed = [
-        {"name": arm["name"], "not_measured": arm["failed"]} for arm in own if "failed" in arm
-    ]
-    ran = [arm for arm in own if "failed" not in arm and "unseeded" in arm["seconds"]]
-    also = [arm for arm in own if "failed" not in arm and arm not in ran]  # aligned too
-    table = []
-    for mode in MODES if ran else ():
-        best, *slower = sorted(ran, key=functools.partial(median, mode=mode))
-        seeds = "the same seeds" if mode == "seeded" else "no seeds"
-        work = f"rollout, {REQUESTS} requests of {engine_arm.PROMPT} + {RESPONSE} tokens, {case}"
-        table.append(
-            {
-                "work": work.replace(", ", f" against {seeds}, ", 1),
-                "ours": _per_token(ours, "seeded"),
-                "against": _beside(best, mode),
-                "ratio": round(median(ours, "seeded") / median(best, mode), 3),
-                "unit": "us/token",
-                "target": THROUGHPUT,
-                "others": [
-                    *(_beside(arm, mode) for arm in slower),
-                    *(_beside(arm, "seeded") for arm in also),
-                    *failed,
-                ],
-            }
-        )
-    return table
-
-
-def _beside(arm: Mapping[str, Any], mode: str) -> dict[str, Any]:
-    """One of vLLM's own configurations in a row."""
-    differ = f"{arm['mismatches']} of {arm['gated']}"
-    return {"name": arm["name"], "time": _per_token(arm, mode), "differ": differ}
-
-
-def _per_token(arm: Mapping[str, Any], mode: str) -> float:
-    return round(median(dict(arm), mode) * 1e6 / (REQUESTS * RESPONSE), 2)
-
-
 # --- trainer --------------------------------------------------------------------------------
 
 
 def _passes(case: Recipe, model: Path, folder: Path, arithmetic: str) -> dict[str, Any]:
-    """Seconds of forward and backward passes, and the mismatches of score and training forward."""
+    """Seconds of forward and backward passes, and the mismatches of score and training forward.
+
+    In micro-batches of as many sequences as fit beside weights and gradients. Megatron's own gated
+    delta net is a loop in torch here, with which nobody trains: it is not timed.
+    """
+    name = f"trainer, {arithmetic}"
 
     def measure() -> dict[str, Any]:
         import torch
 
-        sys.stderr.write(f"bench: trainer, {arithmetic} ...\n")
+        if arithmetic == "stock" and case.gdn_schedule is not None:
+            return {"name": name, "failed": "not run: its gated delta net is a loop in torch"}
+        weights, total = _weights(folder.parent / "model"), _memory()[1]
+        sequences = engine_memory.pass_sequences(case.config, weights, total, *PASS)
+        if not sequences:
+            return {"name": name, "failed": "no sequence fits beside weights and gradients"}
+        sys.stderr.write(f"bench: {name}, {sequences} of {PASS[0]} sequences at a time ...\n")
         whole = engine_arm.prompts(case.config["vocab_size"], *PASS, seed=3)
+        options = {"gradients": True, "micro_tokens": sequences * PASS[1]}
         try:
-            with trainer_of(case, model, arithmetic, micro_tokens=PASS[0] * PASS[1]) as trainer:
+            with trainer_of(case, model, arithmetic, **options) as trainer:
                 scores = trainer.score(whole)
                 ones = [torch.ones(len(ids) - 1) for ids in whole]
                 batch = TrainBatch(whole, ones, ones, scores.logprobs)
                 seconds, trained = trainer.time_passes(batch, loss, engine_arm.REPEATS + 2)
+                peak = trainer.info()["peak_gpu_bytes"]
         except (SamebitsError, RuntimeError) as error:
-            return {"name": f"trainer, {arithmetic}", "failed": str(error)[-500:]}
+            return {"name": name, "failed": str(error)[-500:]}
         scored, passed = (
             [as_bits(x).tolist() for x in part] for part in (scores.logprobs, trained)
         )
         return {
-            "name": f"trainer, {arithmetic}",
+            "name": name,
             "seconds": seconds,
+            "sequences": sequences,
+            "memory": {"allocated": peak},
             "mismatches": engine_arm.differing(scored, passed),
             "gated": sum(map(len, scored)),
             "scored": scored,
@@ -370,18 +355,3 @@ def _passes(case: Recipe, model: Path, folder: Path, arithmetic: str) -> dict[st
 
     path = folder / f"trainer-{arithmetic}.json"
     return _kept(path, measure, aligned=arithmetic == "aligned")
-
-
-def trainer_rows(case: str, passes: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Ours against Megatron's local spec, milliseconds of a pass; none where one did not run."""
-    if any("failed" in found for found in passes.values()):
-        return
-    ours, theirs = (statistics.median(passes[a]["seconds"]) for a in ("aligned", "stock"))
-    yield {
-        "work": f"trainer forward and backward, {PASS[0]} x {PASS[1]} tokens, {case}",
-        "ours": round(ours * 1e3, 2),
-        "against": {"name": "Megatron's local spec", "time": round(theirs * 1e3, 2)},
-        "ratio": round(ours / theirs, 3),
-        "unit": "ms",
-        "target": STEP,
-    }

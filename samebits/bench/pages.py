@@ -113,10 +113,11 @@ def head(rows: Sequence[Row]) -> str:
 
 def engines(rows: Sequence[Row]) -> str:
     """Whole engines: ours, then every configuration that it was compared with."""
-    used = [row for row in rows if row["work"].split()[0] in ("rollout", "trainer")]
+    used = [row for row in rows if row["work"].split()[0] in ("rollout", "memory", "trainer")]
     lines = []
     for row in used:
-        lines.append([row["work"], "aligned", _time(row, row["ours"]), "", "0 differ"])
+        same = "-" if row["work"].startswith("memory") else "0 differ"
+        lines.append([row["work"], "aligned", _time(row, row["ours"]), "", same])
         for other in (row["against"], *row.get("others", ())):
             if "not_measured" in other:
                 lines.append(["", other["name"], "not measured", "", other["not_measured"]])
@@ -126,8 +127,8 @@ def engines(rows: Sequence[Row]) -> str:
             shown = _ratio(row) if first else f"{ratio:.2f}"
             differ = f"{other['differ']} differ" if "differ" in other else "-"
             lines.append(["", other["name"], _time(row, other["time"]), shown, differ])
-    header = ["work", "configuration", "time", "ours by it", "decode and prefill"]
-    target = ", ".join(dict.fromkeys(f"{row['target']:.2f}" for row in used))
+    header = ["work", "configuration", "time or size", "ours by it", "decode and prefill"]
+    target = ", ".join(dict.fromkeys(f"{row['target']:.2f}" for row in used if row["target"]))
     return f"{_about(used)} targets {target}, of the fastest\n\n{markdown.table(header, lines)}"
 
 

@@ -109,14 +109,13 @@ def loss(logprobs, old, advantages, mask):
 
 
 def trainer_of(case: recipe.Recipe, model: Path, arithmetic: str, **changes) -> TrainerProcess:
-    """A trainer of the case with its weights, which no step moves."""
+    """A trainer of the case with its weights; `changes` are further arguments of it."""
     trainer = TrainerProcess(
         model,
         contract=case.contract_path,
         python_paths=patching.python_paths(case.series["megatron"]),
         platform=case.platform,
         arithmetic=arithmetic,
-        optimizer=OptimizerSettings(lr=0.0),
         **changes,
     )
     trainer.load(model)
@@ -127,7 +126,8 @@ def _trainer(case, model, arithmetic: str, whole: list[list[int]]) -> dict[str, 
     import torch
 
     tokens = sum(len(s) for s in whole)
-    with trainer_of(case, model, arithmetic) as trainer:
+    still = OptimizerSettings(lr=0.0)  # a step of it moves no weight
+    with trainer_of(case, model, arithmetic, optimizer=still) as trainer:
         trainer.score(whole[:1])
         score, scores = _per_token(lambda: trainer.score(whole), tokens)
         ones = [torch.ones(len(s) - 1) for s in whole]

@@ -26,6 +26,18 @@ def run(
         str | None,
         typer.Option(help="With `rollout` or `engines`: the case whose engines are timed."),
     ] = None,
+    arms: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--arm",
+            metavar="NAME",
+            help="With `engines`: a configuration to run beside ours; repeat it for more.",
+        ),
+    ] = None,
+    fast: Annotated[
+        bool,
+        typer.Option("--fast", help="With `engines`: run ours and stock's fastest kernels only."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Time each operator against its native counterpart.
@@ -37,7 +49,7 @@ def run(
 
     if record:
         bench.refuse_read_only()
-    rows = bench.run(names or [], case)
+    rows = bench.run(names or [], case, arms or (), fast)
     if record:
         bench.record(rows, names or [])
     _print(rows, as_json)

@@ -25,8 +25,9 @@ _FREE = 0.1
 class Server:
     """One method per call of the driver."""
 
-    def start(self, settings: dict[str, Any]) -> None:
-        """Start vLLM with `settings`, the fields of `RolloutSettings` as JSON holds them."""
+    def start(self, settings: dict[str, Any], **own: Any) -> None:
+        """Start vLLM with `settings`, the fields of `RolloutSettings` as JSON holds them; `own` are
+        further arguments of `vllm.LLM`."""
         on_gpu = settings["platform"] != "cpu"
         if on_gpu:  # before vLLM is imported: its own Triton kernels get the same assembler
             from samebits.ops import gpu
@@ -53,6 +54,7 @@ class Server:
             mamba_ssm_cache_dtype="float32",  # of recurrent layers, where the model has some
             disable_log_stats=True,
             **(_on_gpu(settings["cuda_graphs"], settings["ahead"]) if on_gpu else {}),
+            **own,
         )
 
     def generate(self, requests: list[Request]) -> list[Completion]:

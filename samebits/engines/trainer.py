@@ -103,6 +103,7 @@ class Trainer:
         rendezvous: str | None = None,
         seed: int = 1234,
         optimizer: OptimizerSettings | None = None,
+        gradients: bool = False,
         micro_tokens: int = 512,
         parallel: dict[str, int] | None = None,
     ):
@@ -111,6 +112,7 @@ class Trainer:
         contract      the case's contract file; needed when aligned, and must be this model's
         rendezvous    init_method of torch.distributed, the same on all ranks (a file:// address)
         optimizer     None: no gradient buffers, score only
+        gradients     gradient buffers without an optimizer: passes can be timed, and no step made
         micro_tokens  tokens per micro-batch (one sequence at least); decides memory, not bits
         parallel      other sizes that a caller may name; anything but 1 is refused (SB0604)
         """
@@ -132,8 +134,10 @@ class Trainer:
             self.model: torch.nn.Module = build_model(self.arch, tp_size).to(self.device)
         self._ddp: Any = None
         self._optimizer: Any = None
+        if optimizer is not None or gradients:
+            self._ddp = _gradient_buffers(self.model)
         if optimizer is not None:
-            self._ddp, self._optimizer = _training_wrappers(self.model, optimizer)
+            self._optimizer = _optimizer(self._ddp, optimizer)
 
     def _bind(self, model_dir: Path, contract: str | Path | None) -> None:
         """Load the contract into this process and check model, layout and operators against it."""
@@ -412,6 +416,7 @@ class Trainer:
         Every micro-batch's loss is weighted by its share of counted tokens, so a loss that is a
         mean over tokens gives the gradient of the mean over the whole batch.
         """
+        self._require("an optimizer", self._optimizer)
         loss, metrics, logprobs = self._pass(batch, loss_fn, layout)
         return StepResult(loss, self._finish_step(), metrics, logprobs)
 
@@ -439,13 +444,7 @@ class Trainer:
         """Gradients of a batch, and its loss, metrics and log-probabilities."""
         from samebits.hooks.megatron.logprob import selected
 
-        if self._optimizer is None:
-            raise Refused(
-                "SB0613",
-                seen="a trainer built for scoring only",
-                required="optimizer settings at start",
-                hint="samebits explain SB0613",
-            )
+        self._require("gradient buffers", self._ddp)
         batch.check(self.arch.vocab)
         self._require_weights()
         self.model.train()
@@ -479,6 +478,16 @@ class Trainer:
             for name, value in found.items():
                 metrics[name] = metrics.get(name, 0.0) + float(value) * share
         return loss_sum, metrics, logprobs
+
+    def _require(self, what: str, found: object) -> None:
+        """SB0613 where the trainer was built without what a call needs."""
+        if found is None:
+            raise Refused(
+                "SB0613",
+                seen=f"a trainer built without {what}",
+                required="optimizer settings at start",
+                hint="samebits explain SB0613",
+            )
 
     def _of(self, field: Sequence[torch.Tensor], indices: Iterable[int]) -> torch.Tensor:
         """A field of a micro-batch, padded, where the model is."""
@@ -583,17 +592,22 @@ def require_patched(hybrid: bool = False) -> None:
         )
 
 
-def _training_wrappers(model, settings: OptimizerSettings):
-    """Megatron's DistributedDataParallel (fp32 gradient buffer) and mixed-precision optimizer."""
+def _gradient_buffers(model):
+    """Megatron's DistributedDataParallel, with a gradient buffer in fp32."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    ddp = DistributedDataParallel(
+    return DistributedDataParallel(
         model.config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
         model,
     )
-    optimizer = get_megatron_optimizer(
+
+
+def _optimizer(ddp, settings: OptimizerSettings):
+    """Megatron's mixed-precision optimizer, which keeps the parameters in fp32 too."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    return get_megatron_optimizer(
         OptimizerConfig(
             optimizer=settings.name,
             lr=settings.lr,
@@ -608,4 +622,3 @@ def _training_wrappers(model, settings: OptimizerSettings):
         ),
         [ddp],
     )
-    return ddp, optimizer

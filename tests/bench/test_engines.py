@@ -5,8 +5,9 @@ import json
 import pytest
 
 from samebits import recipe
-from samebits.bench import engine_arm, engine_process, engines
+from samebits.bench import engine_arm, engine_choice, engine_process, engine_rows, engines
 from samebits.bench.engine_arm import Arm
+from samebits.bench.engine_choice import Choice
 from samebits.errors import Different, Refused
 
 REGIONS = ("gemm.column", "logprob")
@@ -32,7 +33,7 @@ BROKEN = {"name": "vLLM V2, Triton, compiled", "failed": "no such option"}
 
 
 def test_ours_is_compared_with_the_fastest_of_each_kind_of_request():
-    seeded, unseeded = engines.rollout_rows("toy", [OURS, FAST, SLOW, BROKEN])
+    seeded, unseeded = engine_rows.rollout_rows("toy", [OURS, FAST, SLOW, BROKEN])
     assert seeded["against"]["name"] == SLOW["name"]
     assert seeded["ratio"] == round(4.1 / 4.5, 3)
     assert unseeded["against"]["name"] == FAST["name"]
@@ -51,7 +52,7 @@ def test_ours_is_compared_with_the_fastest_of_each_kind_of_request():
 def test_another_aligned_configuration_is_shown_and_never_compared_with():
     ahead = OURS | {"name": "ahead", "seconds": {"seeded": [3.0]}}
     for found in ([OURS, FAST, ahead], [OURS, ahead, FAST]):
-        for made in engines.rollout_rows("toy", found):
+        for made in engine_rows.rollout_rows("toy", found):
             assert made["against"]["name"] == FAST["name"]
             (other,) = made["others"]
             tokens = engine_arm.REQUESTS * engine_arm.RESPONSE
@@ -60,21 +61,25 @@ def test_another_aligned_configuration_is_shown_and_never_compared_with():
                 "time": round(3e6 / tokens, 2),
                 "differ": "0 of 64",
             }
-    assert engines.rollout_rows("toy", [OURS, ahead]) == []
+    assert engine_rows.rollout_rows("toy", [OURS, ahead]) == []
 
 
 def test_without_anything_to_compare_with_there_is_no_row():
-    assert engines.rollout_rows("toy", [OURS, BROKEN]) == []
+    assert engine_rows.rollout_rows("toy", [OURS, BROKEN]) == []
     for arm in ("aligned", "stock"):
         passes = {"aligned": SCORED, "stock": SCORED} | {arm: {"failed": "out of memory"}}
-        assert [*engines.trainer_rows("toy", passes)] == []
+        assert [*engine_rows.trainer_rows("toy", passes)] == []
 
 
 def test_a_training_pass_is_compared_by_medians():
     slow = SCORED | {"seconds": [0.4, 0.1, 0.2]}
-    (row,) = engines.trainer_rows("toy", {"aligned": SCORED, "stock": slow})
+    (row,) = engine_rows.trainer_rows("toy", {"aligned": SCORED, "stock": slow})
     assert (row["ours"], row["against"]["time"], row["ratio"]) == (200.0, 200.0, 1.0)
-    assert row["work"].startswith("trainer") and row["work"].endswith(", toy")
+    assert row["work"] == "trainer forward and backward, 8 x 1024 tokens, toy"
+    part = SCORED | {"sequences": 2, "memory": {"allocated": 3 << 29}}
+    (row,) = engine_rows.trainer_rows("toy", {"aligned": part, "stock": part})
+    assert row["work"].endswith("8 x 1024 tokens in micro-batches of 2, toy")
+    assert row["peak_gib"] == row["against"]["peak_gib"] == 1.5
 
 
 @pytest.mark.parametrize(
@@ -139,7 +144,7 @@ def case(monkeypatch):
 
 def test_vllms_own_configurations_see_nothing_of_this_package(case, tmp_path, monkeypatch):
     monkeypatch.setenv("SAMEBITS_FAULT", "k_cut_by_rows")
-    aligned, others = engines.arms(case, tmp_path / "model", tmp_path / "stock")
+    aligned, others = engine_choice.arms(case, tmp_path / "model", tmp_path / "stock")
     ours = engines._environment(case, aligned)
     assert ours["VLLM_PLUGINS"] == "samebits" and ours["SAMEBITS_PLATFORM"] == "sm90"
     json.dumps(aligned.settings)
@@ -155,6 +160,7 @@ def test_vllms_own_configurations_see_nothing_of_this_package(case, tmp_path, mo
             variables[f"VLLM_{name}"] for name in ("USE_V2_MODEL_RUNNER", "BATCH_INVARIANT")
         )
         found.add((runner, arm.backend, invariant))
+        assert (arm.block, arm.pages, arm.states) == (16, 256 * 81 + 64, None)
         assert arm.compiled and arm.model == str(tmp_path / "stock") and not arm.aligned
     plain = {(r, b, "0") for r in "01" for b in ("FLASH_ATTN", "TRITON_ATTN")}
     assert found == plain | {("0", "FLASH_ATTN", "1")}
@@ -187,16 +193,18 @@ def test_configurations_run_until_the_gate_is_red(case, tmp_path, monkeypatch, t
             running.discard(self.arm.name)
 
     monkeypatch.setattr(engines, "ArmProcess", Process)
-    monkeypatch.setattr(engines, "_together", lambda _: together)
+    monkeypatch.setattr(engines, "_memory", lambda: (1000, 1000))
+    monkeypatch.setattr(engines, "_weights", lambda _: 0)
+    monkeypatch.setattr("samebits.bench.engine_memory.engine_bytes", lambda *_: 900 // together)
     monkeypatch.setattr(engines, "_write_model", lambda *_: None)
 
     def found(folder):
         for seen in (asked, started):
             seen.clear()
         (tmp_path / folder).mkdir(exist_ok=True)
-        return [*engines._rollouts(case, tmp_path, tmp_path / folder)]
+        return [*engines._rollouts(case, tmp_path, tmp_path / folder, choice)]
 
-    red = {}
+    red, choice = {}, Choice()
     # Two that did not start compiled are tried again without.
     assert len(found("a")) == len(asked) == 9 and not running
     compiled = [False, True, True, True, False, True, False, True, False]
@@ -204,6 +212,21 @@ def test_configurations_run_until_the_gate_is_red(case, tmp_path, monkeypatch, t
     assert asked[1][2] == {} and asked[-1][2] == {"seeded": 5.1, "unseeded": 3.1}
     assert asked[0][3] == min(together, 7)  # started before the first is timed
     assert len(found("a")) == 9 and not started  # all kept
+    choice = Choice(fast=True)
+    assert len(found("a")) == 9 and not started  # what is kept is told though not asked for
+    rows = found("fast")
+    assert [row[0] for row in asked] == [row["name"] for row in rows if "failed" not in row]
+    # Those of a batch start together, and the next batch when all are timed.
+    assert [row[3] for row in asked] == [min(4, (i // together + 1) * together) for i in range(4)]
+    assert [row["name"] for row in rows if row.get("failed") == "not run"] == [
+        "vLLM V2, Triton, compiled",
+        "vLLM V1, Triton, compiled",
+        "vLLM V1, FA3, batch-invariant, compiled",
+    ]
+    choice = Choice(("no such",))
+    with pytest.raises(Refused, match="SB0909"):
+        found("b")
+    choice = Choice()
     red = {"mismatches": 1}
     assert len(found("b")) == len(asked) == 1 and not running
     red = {"failed": "SB0451: no usable GPU"}

@@ -87,4 +87,9 @@ def test_engines_have_a_line_for_each_configuration():
         "|  | V0 | not measured |  | no such |",
     ):
         assert line in text
+    states = row("memory of states, toy", 3.0, "V2", 2.0, None) | {"unit": "MiB"}
+    text = pages.engines([mine, states])
+    assert "| memory of states, toy | aligned | 3.0 MiB |  | - |" in text
+    assert "|  | V2 | 2.0 MiB | 1.50 | - |" in text
+    assert "targets 1.05, of" in text
     assert "gemm" not in text

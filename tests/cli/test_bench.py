@@ -99,6 +99,24 @@ def test_the_engines_of_a_case_are_timed_on_request(folder, monkeypatch, capsys)
     assert asked == ["toy"] and "toy" in (folder / "bench.json").read_text()
 
 
+def test_a_choice_of_configurations_goes_to_the_engines(folder, monkeypatch, capsys):
+    asked = []
+
+    def rows(case, choice):
+        asked.append((case, choice.names, choice.fast))
+        return [ROW | {"work": f"rollout, {case}"}]
+
+    monkeypatch.setitem(sys.modules, "samebits.bench.engines", types.SimpleNamespace(rows=rows))
+    run = ["bench", "run", "engines", "--case", "toy"]
+    assert cli.run([*run, "--fast"]) == 0
+    assert cli.run([*run, "--arm", "a, b", "--arm", "c"]) == 0
+    assert asked == [("toy", (), True), ("toy", ("a, b", "c"), False)]
+    capsys.readouterr()
+    for option in (["--fast"], ["--arm", "a"]):
+        assert cli.run(["bench", "run", "rollout", "--case", "toy", *option]) == 2
+        assert "SB0909" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("names", [[], ["gemm"], ["rollout", "gemm"]])
 def test_other_benchmarks_have_no_case(folder, capsys, names):
     assert cli.run(["bench", "run", *names, "--case", "toy"]) == 2

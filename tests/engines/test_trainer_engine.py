@@ -241,13 +241,17 @@ def test_start_refuses_what_was_not_proved(qwen3, llama, in_process):
     assert in_process(*qwen3) == "SB0610"
 
 
-def test_timed_passes_have_the_bits_of_a_score_and_move_no_weight(qwen3):
+@pytest.mark.parametrize("options", [{"optimizer": ADAM}, {"gradients": True}])
+def test_timed_passes_have_the_bits_of_a_score_and_move_no_weight(qwen3, options):
     tokens = sequences()[2:]
-    with start(qwen3, optimizer=ADAM) as running:
+    with start(qwen3, **options) as running:
         before = running.score(tokens)
         seconds, logprobs = running.time_passes(train_batch(tokens), mean_nll, 2)
         after = running.score(tokens)
         info = running.info()
+        if "optimizer" not in options:
+            with pytest.raises(Refused, match="SB0613"):
+                running.train_step(train_batch(tokens), mean_nll)
     assert len(seconds) == 2 and min(seconds) > 0
     assert mismatches(before.logprobs, logprobs) == 0
     assert mismatches(before.logprobs, after.logprobs) == 0
