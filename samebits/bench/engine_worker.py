@@ -28,17 +28,18 @@ class Measured:
             "allocated": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.max_memory_reserved(),
             "pages": config.num_blocks,
-            "groups": [self._group(group) for group in config.kv_cache_groups],
+            "groups": [_group(group, self.vllm_config) for group in config.kv_cache_groups],
         }
 
-    def _group(self, group: Any) -> dict[str, Any]:
-        spec = group.kv_cache_spec
-        tensors = zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True)
-        return {
-            "kind": type(spec).__name__,
-            "layers": len(group.layer_names),
-            "tokens": spec.block_size,
-            "page": spec.page_size_bytes,
-            "state": sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors),
-            "sequence": spec.max_memory_usage_bytes(self.vllm_config),
-        }
+
+def _group(group: Any, vllm_config: Any) -> dict[str, Any]:
+    spec = group.kv_cache_spec
+    tensors = zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True)
+    return {
+        "kind": type(spec).__name__,
+        "layers": len(group.layer_names),
+        "tokens": spec.block_size,
+        "page": spec.page_size_bytes,
+        "state": sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors),
+        "sequence": spec.max_memory_usage_bytes(vllm_config),
+    }

@@ -41,7 +41,7 @@ from samebits.mismatch import as_bits
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
 
-_FREE = 0.9  # share of the free memory that engines may fill together
+_FREE = 0.92  # share of the free memory that engines may fill together
 _Item = TypeVar("_Item")
 
 

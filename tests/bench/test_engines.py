@@ -133,6 +133,8 @@ def test_a_hopeless_configuration_is_timed_once():
     assert timed([5.0, 6.0, 7.0], None) == [5.0, 6.0, 7.0]
     assert timed([5.0, 6.0, 7.0], 4.9) == [5.0, 6.0, 7.0]
     assert timed([5.0], 4.0) == [5.0]
+    assert timed([12.0, 11.0], None) == [12.0, 11.0]
+    assert timed([12.0], 10.0) == [12.0]
 
 
 @pytest.fixture
