@@ -30,7 +30,7 @@ REQUESTS, PROMPT, RESPONSE, LONG_RESPONSE = 256, 1024, 256, 1024
 # The gate: fewer and shorter requests, decoded and then scored.
 _GATED, _GATED_RESPONSE = 32, 64
 REPEATS = 3
-# Two runs of so many seconds say as much as three: each is thousands of steps.
+# A run of so many seconds is measured twice: a third would cost more than it tells.
 _LONG = 10.0
 # An arm that is this much slower than the best one so far is not timed again.
 _HOPELESS = 1.15
