@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from samebits.bench.gpu_attention import pages
@@ -81,9 +83,11 @@ def check_elements(area: Area) -> None:
         ("output gate", output_gate.output_gate, lambda x, z: x * z.sigmoid(), (x, z)),
     ):
         grads = gradients_of(ours_of, *operands)
+        again = gradients_of(ours_of, *operands)
         truth = gradients_of(exact, *(t.double() for t in operands))
-        for i, (one, true) in enumerate(zip(grads, truth, strict=True)):
+        for i, (one, same, true) in enumerate(zip(grads, again, truth, strict=True)):
             area.close(f"d{i} {name}", one, true)
+            area.same(f"d{i} {name}, again", one, same)
     area.served("gdn.l2_norm", "gdn.gate", "norm.gated", "attention.gate")
 
 
@@ -110,19 +114,52 @@ def check_conv(area: Area) -> None:
     area.same("window", window[2], x[3 + 34 : 40])
     area.true("another slot was written", bool(window[1].isnan().all()))
 
-    def convolved(x, w):
-        parts = []
-        for a, b in ((0, 3), (3, 40), (40, tokens)):
-            padded = torch.nn.functional.pad(x[a:b].T[None], (TAPS - 1, 0))
-            parts.append(torch.nn.functional.conv1d(padded, w[:, None], groups=96)[0].T)
-        return torch.nn.functional.silu(torch.cat(parts))
-
-    found = gradients_of(lambda x, w: conv1d.varlen(x, w, starts.cuda()), x, w)
-    for name, a, b in zip(
-        "xw", found, gradients_of(convolved, x.double(), w.double()), strict=True
-    ):
-        area.close(f"d{name} conv", a, b)
+    _check_conv_gradients(area)
     area.served("gdn.conv")
+
+
+def _check_conv_gradients(area: Area) -> None:
+    """Against float64, and twice the same: over blocks of rows, of a strided x, in a graph."""
+    channels = 320  # two blocks of channels, the second one cut
+    w = normal(channels, TAPS, seed=2).bfloat16()
+    for cuts in ((0, 3, 3, 40, 70), (0, 64, 65, 127, 128, 131, 300)):
+        tokens, starts = cuts[-1], integers(*cuts)
+        x = normal(tokens, channels + 16, seed=1).bfloat16()[:, :channels]
+
+        def convolved(x, w, cuts=cuts):
+            parts = []
+            for a, b in itertools.pairwise(cuts):
+                if a < b:
+                    padded = torch.nn.functional.pad(x[a:b].T[None], (TAPS - 1, 0))
+                    parts.append(torch.nn.functional.conv1d(padded, w[:, None], groups=channels))
+            return torch.nn.functional.silu(torch.cat(parts, 2)[0].T)
+
+        truth = gradients_of(convolved, x.double(), w.double())
+        for exact in (0, 100, channels):
+
+            def ours(x, w, starts=starts, exact=exact):
+                wide, y = conv1d.varlen(x, w, starts, exact=exact)
+                return torch.cat([wide, y.float()], 1)
+
+            def strided(ours=ours, x=x):
+                return torch.cat([part.float().flatten() for part in _strided(ours, x, w)])
+
+            found = gradients_of(ours, x, w)
+            again = gradients_of(ours, x, w)
+            for name, a, b, true in zip("xw", found, again, truth, strict=True):
+                area.close(f"d{name} conv, {tokens} rows, {exact} exact", a, true)
+                area.same(f"d{name} conv, {tokens} rows, {exact} exact, again", a, b)
+            flat = torch.cat([part.float().flatten() for part in found])
+            area.same(f"conv, {tokens} rows, {exact} exact, strided", strided(), flat)
+            area.same(f"conv, {tokens} rows, {exact} exact, in a graph", replayed(strided), flat)
+
+
+def _strided(call, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    """`gradients_of` for an x that keeps its strides."""
+    leaves = [t.detach().requires_grad_() for t in (x, w)]
+    y = call(*leaves)
+    weight = torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).bfloat16()
+    return list(torch.autograd.grad(y, leaves, weight.to(y.dtype)))
 
 
 def _advance(rows, state, count, context, scale, schedule, slots=None, starts=None):

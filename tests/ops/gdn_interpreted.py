@@ -14,8 +14,9 @@ import sys
 import torch
 from triton.runtime import interpreter
 
-from samebits.ops import gdn
+from samebits.ops import gdn, sums_backward
 from samebits.ops.conv1d import triton as conv1d
+from samebits.ops.conv1d import triton_backward as conv1d_backward
 from samebits.ops.gated_rms_norm import triton as gated_rms_norm
 from samebits.ops.gdn import (
     oracle,
@@ -234,6 +235,26 @@ def convolution() -> Errors:
     }
 
 
+def convolution_gradients(lengths: list[int], channels: int, taps: int, exact: int) -> Errors:
+    """Of packed sequences that cut blocks of rows; x lies in a wider tensor of NaN."""
+    torch.manual_seed(3)
+    tokens = sum(lengths)
+    x = torch.full((tokens, channels + 9), torch.nan)[:, 4 : 4 + channels]
+    x.copy_(torch.randn(x.shape))
+    weight, grad = torch.randn(channels, taps), torch.randn(tokens, channels)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    parts = grad[:, :exact].contiguous(), grad[:, exact:].contiguous()
+    found = conv1d_backward.gradients(x, weight, starts, *parts)
+    leaves = [t.double().requires_grad_() for t in (x, weight)]
+    rows = []
+    for part in leaves[0].split(lengths):
+        padded = torch.cat([part.new_zeros(taps - 1, channels), part])
+        acc = sum(padded[j : j + len(part)] * leaves[1][:, j] for j in range(taps))
+        rows.append(torch.nn.functional.silu(acc))
+    wanted = torch.autograd.grad(torch.cat(rows), leaves, grad.double())
+    return {name: error(a, b) for name, a, b in zip(("x", "weight"), found, wanted, strict=True)}
+
+
 def elements() -> Errors:
     """l2 norm, gated norm and gate."""
     torch.manual_seed(2)
@@ -258,6 +279,16 @@ def main() -> None:
     patch_once()
     torch.use_deterministic_algorithms(True)  # new tensors hold NaN until they are written
     found = {"convolution": convolution(), "elements": elements()}
+    conv1d_backward.ROWS, conv1d_backward.BLOCK = 8, 16
+    sums_backward.PARTS = 2
+    for taps, exact, lengths in (
+        (4, 7, [3, 0, 1, 1, 9, 2, 0, 12]),
+        (4, 20, [37]),
+        (2, 16, [5, 8, 1]),
+        (1, 0, [9, 4]),
+    ):
+        name = f"convolution's gradients, {taps} taps, {len(lengths)} sequences"
+        found[name] = convolution_gradients(lengths, 20, taps, exact)
     chunks_of(8, 4)
     for schedule in gdn.SCHEDULES:
         found[f"varlen {schedule}"] = varlen(schedule, [21, 0, 16], 2, 4, 32, 64)

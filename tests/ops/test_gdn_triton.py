@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 
 import compiled_sm90
 
-from samebits.ops import gdn, gpu
+from samebits.ops import gdn, gpu, sums_backward
 from samebits.ops.conv1d import triton as conv1d
+from samebits.ops.conv1d import triton_backward as conv1d_backward
 from samebits.ops.gated_rms_norm import triton as gated_rms_norm
 from samebits.ops.gdn import (
     gluon_chain,
@@ -37,6 +38,10 @@ OUTPUTS = {"o", "o from zero"}
 STATES = {"o of 0", "boundary of 0", "o of 1", "boundary of 1"}
 CHECKS = {
     "convolution": {"y", "fresh", "window"},
+    **{
+        f"convolution's gradients, {taps} taps, {count} sequences": {"x", "weight"}
+        for taps, count in ((4, 8), (4, 1), (2, 3), (1, 2))
+    },
     "elements": {"l2", "gated", "g", "beta"},
     "varlen chunk_row": OUTPUTS | GRADIENTS,
     "varlen cpr": OUTPUTS,
@@ -64,7 +69,7 @@ def launches():
     modules = (
         triton_inverse, triton_scan, gluon_chain, triton_chunk, gluon_rows, triton_decode,
         gluon_decode, triton_decode_cpr, triton_backward, conv1d, l2_norm, gdn_gate,
-        gated_rms_norm,
+        gated_rms_norm, conv1d_backward, sums_backward,
     )  # fmt: skip
     tokens, key_heads, heads, size = 130, 1, 2, 128
     k = torch.zeros(tokens, key_heads, size, dtype=torch.bfloat16)
@@ -96,6 +101,9 @@ def launches():
         flat, one = v.reshape(tokens, -1), torch.zeros(1, 3, heads * size).bfloat16()
         weight = torch.zeros(heads * size, 4).bfloat16()
         conv1d.launch(flat, weight, one, slots, starts, context, size)
+        wide = torch.zeros(tokens, size)
+        part = torch.zeros(tokens, (heads - 1) * size).bfloat16()
+        conv1d_backward.gradients(flat, weight, starts.int(), wide, part)
         l2_norm.launch(k.float(), 1e-6, torch.bfloat16)
         for x in (v, v.float()):
             gated_rms_norm.launch(x, v, torch.zeros(size).bfloat16(), 1e-6)
@@ -131,6 +139,9 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "gdn.triton_backward._gradients",
         "conv1d.triton._rows",
         "conv1d.triton._shift",
+        "conv1d.triton_backward._places",
+        "conv1d.triton_backward._gradients",
+        "sums_backward._sum",
         "l2_norm.triton._kernel",
         "gdn_gate.triton._kernel",
         "gated_rms_norm.triton._kernel",

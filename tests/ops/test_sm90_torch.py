@@ -49,7 +49,14 @@ def test_every_module_with_a_kernel_is_bound():
     }
     assert {name for name in holding if name.startswith("samebits.")} - bound == {
         f"samebits.ops.{name}_backward"  # gradients: no promise of bits
-        for name in ("gdn.triton", "attention.triton", "attention.gluon", "window_attention.triton")
+        for name in (
+            "gdn.triton",
+            "attention.triton",
+            "attention.gluon",
+            "window_attention.triton",
+            "conv1d.triton",
+            "sums",
+        )
     }
 
 

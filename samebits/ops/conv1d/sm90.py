@@ -7,7 +7,7 @@ import torch
 from samebits.bits import mixsum
 from samebits.ops import gpu, registry, samples
 from samebits.ops.checks import require_shape
-from samebits.ops.conv1d import Pair, check_window, gradients, triton
+from samebits.ops.conv1d import Pair, check_window, triton, triton_backward
 from samebits.ops.packed import host_checked, on_device
 
 __all__ = ["advance", "varlen"]
@@ -74,15 +74,15 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         x, weight, starts = ctx.saved_tensors
-        rows = torch.arange(len(x), device=x.device, dtype=torch.int32)
-        owner = torch.searchsorted(starts[1:].contiguous(), rows, right=True)
-        return *gradients(x, weight, rows - starts[owner], grads), None, None
+        wide, y = (grad.contiguous() for grad in grads)
+        return *triton_backward.gradients(x, weight, starts, wide, y), None, None
 
 
 def _operands(
     x: torch.Tensor, weight: torch.Tensor, exact: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both contiguous; SB0420, SB0421."""
+    gpu.prepare(x.device.index or 0)
     x, weight = x.contiguous(), weight.contiguous()
     fits = weight.dim() == 2 and weight.numel() > 0
     gpu.require("weight", weight, torch.bfloat16, fits, "[C, W]")

@@ -1,0 +1,163 @@
+"""Gradients of the causal convolution on Hopper, in one pass over the rows; no promise of bits.
+
+A block walks down its rows with the last W - 1 of them in registers. With `d` the gradient of a
+row's sum of taps, it adds `d` to the gradients of the W rows that were read, and to its own sums
+for the weight. Twice the same operands give twice the same bits: nothing is added atomically.
+"""
+
+# Rows in registers are tuples that grow: Triton adds tuples, and knows no starred ones.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from samebits.ops import gpu
+from samebits.ops.sums_backward import summed
+
+ROWS = 64  # of one block; W - 1 more are read before and behind them
+STEP = 4  # rows that are loaded at once
+BLOCK = 256  # channels of one block
+WARPS = 2
+PLACES = 512
+
+
+@triton.jit(do_not_specialize=["T", "sequences"])
+def _places(starts_ptr, place_ptr, T, sequences, BLOCK: tl.constexpr):
+    """place[t] = t's row in its own sequence, found by bisection."""
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros((BLOCK,), tl.int32)
+    high = low + sequences
+    left = sequences
+    while left > 0:
+        searching = low < high
+        middle = (low + high) >> 1
+        past = tl.load(starts_ptr + middle + 1, mask=searching, other=0) <= t
+        low = tl.where(searching & past, middle + 1, low)
+        high = tl.where(searching & ~past, middle, high)
+        left = left >> 1
+    start = tl.load(starts_ptr + low, mask=low < sequences, other=0)
+    tl.store(place_ptr + t, t - start, mask=t < T)
+
+
+@triton.jit
+def _slope(x, grad, place, before, weight, W: tl.constexpr):
+    """(d, the row's x by lag) of one row; `before` are the rows above it, the nearest first."""
+    lagged = (x,)
+    for lag in tl.static_range(1, W):
+        lagged = lagged + (tl.where(place >= lag, before[lag - 1], 0.0),)
+    acc = x * weight[W - 1]
+    for lag in tl.static_range(1, W):
+        acc = tl.fma(lagged[lag], weight[W - 1 - lag], acc)
+    s = 1.0 / (1.0 + tl.exp(-acc))
+    return grad * (s * tl.fma(acc, 1.0 - s, 1.0)), lagged
+
+
+@triton.jit
+def _spread(d, place, pending, weight, W: tl.constexpr):
+    """Gradients of rows t, t - 1, ..., t - (W - 1) behind row t; the last one is complete."""
+    found = (d * weight[W - 1],)
+    for lag in tl.static_range(1, W):
+        near = tl.where(place >= lag, d, 0.0)
+        found = found + (tl.fma(near, weight[W - 1 - lag], pending[lag - 1]),)
+    return found
+
+
+@triton.jit(do_not_specialize=["T"])
+def _gradients(
+    x_ptr, x_row, weight_ptr, wide_ptr, y_ptr, place_ptr, dx_ptr, partial_ptr, T, exact, C,
+    W: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(1).to(tl.int64)
+    first = block * ROWS
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < C
+    unrounded = c < exact
+    rounded = inside & (c >= exact)
+    weight, before, pending, sums = (), (), (), ()
+    for j in tl.static_range(0, W):
+        tap = tl.load(weight_ptr + c * W + j, mask=inside, other=0.0).to(tl.float32)
+        weight = weight + (tap,)
+        sums = sums + (tl.zeros((BLOCK,), tl.float32),)
+    for lag in tl.static_range(1, W):
+        row = first - lag
+        x = tl.load(x_ptr + row * x_row + c, mask=inside & (row >= 0), other=0.0)
+        before = before + (x.to(tl.float32),)
+        pending = pending + (tl.zeros((BLOCK,), tl.float32),)
+    for step in range(0, ROWS, STEP):
+        xs, grads, places = (), (), ()
+        for i in tl.static_range(0, STEP):  # all loads before any store
+            row = first + step + i
+            here = row < T
+            x = tl.load(x_ptr + row * x_row + c, mask=inside & here, other=0.0)
+            wide = tl.load(wide_ptr + row * exact + c, mask=unrounded & here, other=0.0)
+            y = tl.load(y_ptr + row * (C - exact) + c - exact, mask=rounded & here, other=0.0)
+            xs = xs + (x.to(tl.float32),)
+            grads = grads + (wide + y.to(tl.float32),)
+            places = places + (tl.load(place_ptr + row, mask=here, other=0),)
+        for i in tl.static_range(0, STEP):
+            d, lagged = _slope(xs[i], grads[i], places[i], before, weight, W)
+            total = ()
+            for j in tl.static_range(0, W):
+                total = total + (tl.fma(d, lagged[W - 1 - j], sums[j]),)
+            sums = total
+            found = _spread(d, places[i], pending, weight, W)
+            done = first + step + i - (W - 1)
+            mine = inside & (done >= first) & (done < T)
+            dx = found[W - 1].to(dx_ptr.dtype.element_ty)
+            tl.store(dx_ptr + done * C + c, dx, mask=mine)
+            before = ((xs[i],) + before)[: W - 1]
+            pending = found[: W - 1]
+    for i in tl.static_range(0, W - 1):  # rows of the next block, which this one's rows went into
+        row = first + ROWS + i
+        here = row < T
+        x = tl.load(x_ptr + row * x_row + c, mask=inside & here, other=0.0).to(tl.float32)
+        wide = tl.load(wide_ptr + row * exact + c, mask=unrounded & here, other=0.0)
+        y = tl.load(y_ptr + row * (C - exact) + c - exact, mask=rounded & here, other=0.0)
+        place = tl.load(place_ptr + row, mask=here, other=0)
+        d, lagged = _slope(x, wide + y.to(tl.float32), place, before, weight, W)
+        found = _spread(d, place, pending, weight, W)
+        done = row - (W - 1)
+        dx = found[W - 1].to(dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + done * C + c, dx, mask=inside & (done < T))
+        before = ((x,) + before)[: W - 1]
+        pending = found[: W - 1]
+    for j in tl.static_range(0, W):
+        tl.store(partial_ptr + (block * C + c) * W + j, sums[j], mask=inside)
+
+
+def gradients(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    starts: torch.Tensor,
+    wide: torch.Tensor,
+    y: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of x [T, C] and weight [C, W], in their dtypes: fp32, one rounding.
+
+    x                rows of any stride; weight and all others contiguous, on the same device
+    starts           [R + 1] int32, cumulative from 0 to T
+    wide, y          gradients of both parts of `conv1d.varlen`: [T, exact] fp32, [T, C - exact]
+
+    Order: a channel's weight gradient is summed over the rows of a block ascending, then over
+    blocks (`sums_backward.summed`). Nothing is checked, and the host reads no table.
+    """
+    tokens, channels = x.shape
+    exact, taps = wide.shape[1], weight.shape[1]
+    if not tokens:
+        return torch.empty_like(x), torch.zeros_like(weight)
+    dx = x.new_empty((tokens, channels))
+    place = torch.empty(tokens, dtype=torch.int32, device=x.device)
+    _places[(triton.cdiv(tokens, PLACES),)](
+        starts, place, tokens, len(starts) - 1, BLOCK=PLACES, num_warps=4, **gpu.POLICY
+    )
+    blocks = triton.cdiv(tokens, ROWS)
+    partial = x.new_empty((blocks, weight.numel()), dtype=torch.float32)
+    _gradients[(triton.cdiv(channels, BLOCK), blocks)](
+        x, x.stride(0), weight, wide, y, place, dx, partial, tokens, exact, channels,
+        W=taps, ROWS=ROWS, STEP=STEP, BLOCK=BLOCK, num_warps=WARPS, **gpu.POLICY,
+    )  # fmt: skip
+    return dx, summed(partial, weight)
