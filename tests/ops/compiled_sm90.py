@@ -6,6 +6,7 @@ A launcher is called on CPU tensors with every kernel replaced by a recorder of 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -65,7 +66,11 @@ def recorded(*modules: ModuleType) -> Iterator[list[Recorder]]:
 
 
 def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
-    """`kernel` for sm90, down to machine code, with the types of these arguments."""
+    """`kernel` for sm90, down to machine code, with the types of these arguments.
+
+    Every matrix product in it takes K in ascending order. Triton permutes K inside of a tensor
+    core's instructions where an operand comes from a load of bytes, and the sums are others.
+    """
     constants = {p.name for p in kernel.params if p.is_constexpr}
     general = {p.name for p in kernel.params if p.do_not_specialize}
     signature, constexprs, attrs = {}, {}, {}
@@ -89,4 +94,7 @@ def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
     options = {name: arguments[name] for name in OPTIONS if name in arguments}
     form = GluonASTSource if kernel.is_gluon() else ASTSource
     source = form(kernel, signature, constexprs, attrs)
-    return triton.compile(source, target=TARGET, options=options)
+    code = triton.compile(source, target=TARGET, options=options)
+    widths = {int(width) for width in re.findall(r"kWidth = (\d+)", code.asm["ttgir"])}
+    assert widths <= {1, 2}, f"{kernel.__name__}: K by {max(widths)} neighbours"
+    return code

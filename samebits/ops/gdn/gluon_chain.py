@@ -102,10 +102,10 @@ def _whole(
     known = some & (context // CHUNK + first > 0)
     h = gl.load(h_ptr + slot * h_slot + element, mask=known, other=0.0)
     if SPLIT:
-        byte = head * (K * V // 8) + d[None, :] * (V // 8) + (columns // 8)[:, None]
+        word = head * (K * V // 32) + d[None, :] * (V // 32) + (columns // 32)[:, None]
         low = gl.load(rest_ptr + slot * rest_slot + element, mask=known, other=0)
-        ties = gl.load(ties_ptr + slot * ties_slot + byte, mask=known, other=0).to(gl.int32)
-        h = joined(h, low, (ties >> (columns % 8)[:, None]) & 1)
+        ties = gl.load(ties_ptr + slot * ties_slot + word, mask=known, other=0)
+        h = joined(h, low, (ties >> (columns % 32)[:, None]) & 1)
     h = gl.convert_layout(h, over_k)
     # Behind the exchange, which so takes their room.
     entry_room = gl.allocate_shared_memory(entry_desc.dtype, [2, COLUMNS, K], entry_desc.layout)
@@ -172,15 +172,15 @@ def _whole(
     if SPLIT:
         high = packed(h)
         low = h.to(gl.int32, bitcast=True) - (high.to(gl.int16, bitcast=True).to(gl.int32) << 16)
-        ties = gl.where(low == 32768, 1, 0) << (columns % 8)[:, None]
-        ties = gl.sum(ties.reshape([COLUMNS // 8, 8, K]), 1)
-        lanes: gl.constexpr = [COLUMNS // 8, 256 // COLUMNS]
+        ties = gl.where(low == 32768, 1, 0) << (columns % 32)[:, None]
+        ties = gl.sum(ties.reshape([COLUMNS // 32, 32, K]), 1)
+        lanes: gl.constexpr = [COLUMNS // 32, 1024 // COLUMNS]
         packs: gl.constexpr = gl.BlockedLayout([1, 1], lanes, [1, 4], [0, 1])
-        ties = gl.convert_layout(ties.to(gl.int8), packs)
-        column = left // 8 + gl.arange(0, COLUMNS // 8, gl.SliceLayout(1, packs))
+        ties = gl.convert_layout(ties, packs)
+        column = left // 32 + gl.arange(0, COLUMNS // 32, gl.SliceLayout(1, packs))
         d = gl.arange(0, K, gl.SliceLayout(0, packs))
-        byte = head * (K * V // 8) + d[None, :] * (V // 8) + column[:, None]
-        gl.store(ties_ptr + slot * ties_slot + byte, ties, mask=(byte >= 0) & (until > first))
+        word = head * (K * V // 32) + d[None, :] * (V // 32) + column[:, None]
+        gl.store(ties_ptr + slot * ties_slot + word, ties, mask=(word >= 0) & (until > first))
         gl.store(rest_ptr + slot * rest_slot + element, low.to(gl.int16), mask=some)
         gl.store(h_ptr + slot * h_slot + element, high, mask=some)
     else:

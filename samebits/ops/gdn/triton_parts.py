@@ -248,7 +248,7 @@ def load_state(
     high = tl.load(h_ptr + slot * h_slot + at, mask=mask, other=0.0)
     if SPLIT:
         rest = tl.load(rest_ptr + slot * rest_slot + at, mask=mask, other=0)
-        ties_at = _bytes_of(ties_ptr + slot * ties_slot, head, d, columns, K, V, COLUMNS)
+        ties_at = _words_of(ties_ptr + slot * ties_slot, head, d, columns, K, V, COLUMNS)
         ties = tl.load(ties_at, mask=(d >= 0)[:, None] & live, other=0)
         h = joined(high, rest, ties, K, COLUMNS)
     else:
@@ -257,10 +257,10 @@ def load_state(
 
 
 @triton.jit
-def _bytes_of(ties_at, head, d, columns, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr):
-    """Addresses [K, COLUMNS / 8] of the ties of some columns, which begin at a multiple of 8."""
-    byte = tl.min(columns, 0) // 8 + tl.arange(0, COLUMNS // 8)
-    return ties_at + head * (K * V // 8) + d[:, None] * (V // 8) + byte[None, :]
+def _words_of(ties_at, head, d, columns, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr):
+    """Addresses [K, COLUMNS / 32] of the ties of some columns, which begin at a multiple of 32."""
+    word = tl.min(columns, 0) // 32 + tl.arange(0, COLUMNS // 32)
+    return ties_at + head * (K * V // 32) + d[:, None] * (V // 32) + word[None, :]
 
 
 @triton.jit
@@ -268,8 +268,8 @@ def joined(high, rest, ties, K: tl.constexpr, COLUMNS: tl.constexpr):
     """fp32 state [K, COLUMNS] of its planes."""
     h = high
     if high.dtype == tl.bfloat16:
-        ties = tl.broadcast_to(ties.to(tl.int32)[:, :, None], (K, COLUMNS // 8, 8))
-        ties = tl.reshape((ties >> tl.arange(0, 8)[None, None, :]) & 1, (K, COLUMNS))
+        ties = tl.broadcast_to(ties[:, :, None], (K, COLUMNS // 32, 32))
+        ties = tl.reshape((ties >> tl.arange(0, 32)[None, None, :]) & 1, (K, COLUMNS))
         bits = high.to(tl.int16, bitcast=True).to(tl.int32) << 16
         h = (bits + rest.to(tl.int32) + (ties << 16)).to(tl.float32, bitcast=True)
     return h
@@ -291,9 +291,9 @@ def store_state(
             high = narrowed(h, tl.bfloat16)
             rest = h.to(tl.int32, bitcast=True)
             rest = rest - (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-        ties = tl.reshape(tl.where(rest == 32768, 1, 0), (K, COLUMNS // 8, 8))
-        ties = tl.sum(ties << tl.arange(0, 8)[None, None, :], 2).to(tl.int8)
-        ties_at = _bytes_of(ties_ptr + slot * ties_slot, head, d, columns, K, V, COLUMNS)
+        ties = tl.reshape(tl.where(rest == 32768, 1, 0), (K, COLUMNS // 32, 32))
+        ties = tl.sum(ties << tl.arange(0, 32)[None, None, :], 2)
+        ties_at = _words_of(ties_ptr + slot * ties_slot, head, d, columns, K, V, COLUMNS)
         tl.store(h_ptr + slot * h_slot + at, high, mask=mask)
         tl.store(rest_ptr + slot * rest_slot + at, rest.to(tl.int16), mask=mask)
         tl.store(ties_at, ties, mask=(d >= 0)[:, None] & live)
@@ -313,8 +313,14 @@ def recur(s, q, k, v, g, beta, scale, K: tl.constexpr, COLUMNS: tl.constexpr, NE
 
 
 def strided(state: Sequence[torch.Tensor]) -> list[torch.Tensor | int]:
-    """Each state tensor followed by its stride from slot to slot."""
-    return [part for tensor in state for part in (tensor, tensor.stride(0))]
+    """Each state tensor followed by its stride from slot to slot; bytes are taken by words of four.
+
+    The narrowest dtype that a product's operand was loaded from decides in which order Triton
+    hands K to the tensor core's instructions: behind a load of bytes it is not the ascending one,
+    and sums have other bits.
+    """
+    words = [x.view(torch.int32) if x.dtype == torch.int8 else x for x in state]
+    return [part for tensor in words for part in (tensor, tensor.stride(0))]
 
 
 def split(planes: Sequence[torch.Tensor]) -> bool:
