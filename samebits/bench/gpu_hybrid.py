@@ -36,6 +36,12 @@ def _fresh(*shape: int, slots: int = 3) -> torch.Tensor:
     return torch.full((slots, *shape), torch.nan, device="cuda").bfloat16()
 
 
+def _inside(x: torch.Tensor) -> torch.Tensor:
+    """Rows [40, SIZE] as [20, 2, SIZE] inside wider rows of NaN."""
+    wider = x.new_full((20, 4 * SIZE), torch.nan)
+    return wider[:, SIZE : 3 * SIZE].copy_(x.view(20, -1)).unflatten(1, (2, SIZE))
+
+
 def check_elements(area: Area) -> None:
     """Norms against their law, gates against the CPU's bits; rows alone; gradients."""
     random = source(1)
@@ -46,9 +52,13 @@ def check_elements(area: Area) -> None:
         z, w = bf16((40, SIZE), -20, 6, random), bf16((SIZE,), -3, 3, random)
         y = l2_norm.l2_norm(x, wide=wide)
         area.same(f"l2_norm {wide}", y, l2_law.l2_norm(x, 1e-6))
+        heads = l2_norm.l2_norm(_inside(x), wide=wide)
+        area.same(f"l2_norm {wide}, heads inside rows", heads.view_as(y), y)
         area.same(f"l2_norm {wide}, a row alone", l2_norm.l2_norm(x[7:8], wide=wide), y[7:8])
         y = gated_rms_norm.gated_rms_norm(x, z, w, 1e-6, wide=wide)
         area.same(f"gated {wide}", y, gated_law.gated_rms_norm(x.cpu(), z.cpu(), w.cpu(), 1e-6))
+        heads = gated_rms_norm.gated_rms_norm(x.view(20, 2, SIZE), _inside(z), w, 1e-6, wide=wide)
+        area.same(f"gated {wide}, heads inside rows", heads.view_as(y), y)
         alone = gated_rms_norm.gated_rms_norm(x[7:8], z[7:8], w, 1e-6, wide=wide)
         area.same(f"gated {wide}, a row alone", alone, y[7:8])
     a, b = bf16((50, HEADS), -9, 6, random), bf16((50, HEADS), -9, 6, random)
@@ -75,10 +85,21 @@ def check_elements(area: Area) -> None:
         g = -A_log.exp() * torch.nn.functional.softplus(a + bias)
         return torch.cat([g, b.sigmoid()])
 
+    def gated_wide(x, z, w):
+        return gated_rms_norm.gated_rms_norm(x, z, w, 1e-6, wide=True)
+
+    def gated_inside(x, z, w):
+        return gated_wide(x.view(20, 2, SIZE), _inside(z), w).view_as(x)
+
+    # Rows of several blocks, the last one cut.
+    many, gates_of = (normal(5, 133, SIZE, seed=s).bfloat16() for s in (7, 8))
     some = (a.clamp(-4, 4), b.clamp(-4, 4), A_log, bias)
     for name, ours_of, exact, operands in (
         ("l2_norm", l2_norm.l2_norm, unit, (x,)),
+        ("l2_norm wide", lambda x: l2_norm.l2_norm(x, wide=True), unit, (many.float(),)),
         ("gated", lambda x, z, w: gated_rms_norm.gated_rms_norm(x, z, w, 1e-6), gated, (x, z, w)),
+        ("gated wide", gated_wide, gated, (many.float(), gates_of, w)),
+        ("gated wide, heads inside rows", gated_inside, gated, (x.float(), z, w)),
         ("gate", lambda *t: torch.cat(gdn_gate.gate(*t)), gates, some),
         ("output gate", output_gate.output_gate, lambda x, z: x * z.sigmoid(), (x, z)),
     ):

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from samebits.ops import gpu
 
-PARTS, COLUMNS = 128, 32  # of a tile
+PARTS, COLUMNS = 256, 16  # of a tile
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -27,7 +27,7 @@ def _sum(partial_ptr, out_ptr, parts, N, PARTS: tl.constexpr, COLUMNS: tl.conste
 def summed(partial: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """partial [parts, like.numel()] fp32, contiguous -> its sum over parts, in like's shape, dtype.
 
-    Order: parts p, p + 128, p + 256, ... ascending, then a tree over the 128. One rounding to the
+    Order: parts p, p + 256, p + 512, ... ascending, then a tree over the 256. One rounding to the
     dtype. Nothing is checked.
     """
     out = torch.empty_like(like, memory_format=torch.contiguous_format)

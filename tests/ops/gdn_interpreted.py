@@ -12,12 +12,15 @@ import math
 import sys
 
 import torch
+from triton import jit
+from triton import language as tl
 from triton.runtime import interpreter
 
 from samebits.ops import gdn, sums_backward
 from samebits.ops.conv1d import triton as conv1d
 from samebits.ops.conv1d import triton_backward as conv1d_backward
 from samebits.ops.gated_rms_norm import triton as gated_rms_norm
+from samebits.ops.gated_rms_norm import triton_backward as gated_backward
 from samebits.ops.gdn import (
     oracle,
     reference,
@@ -28,11 +31,18 @@ from samebits.ops.gdn import (
 )
 from samebits.ops.gdn_gate import triton as gdn_gate
 from samebits.ops.l2_norm import triton as l2_norm
+from samebits.ops.l2_norm import triton_backward as l2_backward
+from samebits.ops.silu_mul import triton as silu_mul
 
 SCALE = 0.3
 POISON = 0x55  # in integer planes
 NAMES = ("q", "k", "v", "g", "beta", "initial state")
 Errors = dict[str, float]
+
+
+@jit
+def _reciprocal(x):
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
 
 
 def chunks_of(rows: int, block: int) -> None:
@@ -256,8 +266,14 @@ def convolution_gradients(lengths: list[int], channels: int, taps: int, exact: i
 
 
 def elements() -> Errors:
-    """l2 norm, gated norm and gate."""
+    """l2 norm, gated norm and gate; rows of heads inside wider rows of NaN."""
     torch.manual_seed(2)
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        wider = torch.full((len(x), 5 * 64), torch.nan)
+        rows = wider[:, 64:-64].unflatten(1, (3, 64))
+        return rows.copy_(x)
+
     x, z, weight = torch.randn(5, 3, 64), 3 * torch.randn(5, 3, 64), torch.randn(64)
     a, b = 12 * torch.randn(9, 3), 4 * torch.randn(9, 3)
     A_log, bias = torch.randn(3), torch.randn(3)
@@ -267,20 +283,38 @@ def elements() -> Errors:
     wanted_g = -A_log.double().exp() * torch.nn.functional.softplus((a + bias).double())
     unit = wide / (wide.square().sum(-1, keepdim=True) + 1e-3).sqrt()
     gated = normed * torch.nn.functional.silu(z.double())
-    return {
+    found = {
         "l2": error(l2_norm.launch(x, 1e-3, torch.float32), unit),
+        "l2 of heads": error(l2_norm.launch(inside(x), 1e-3, torch.float32), unit),
         "gated": error(gated_rms_norm.launch(x, z, weight, 1e-3), gated),
+        "gated of heads": error(gated_rms_norm.launch(x, inside(z), weight, 1e-3), gated),
         "g": error(g, wanted_g),
         "beta": error(beta, b.double().sigmoid()),
     }
+    x, z, weight = torch.randn(29, 3, 64), 3 * torch.randn(29, 3, 64), torch.randn(64)
+    grad = torch.randn(29, 3, 64)
+    leaves = [t.double().requires_grad_() for t in (x, z, weight)]
+    wide, gate, scale = leaves
+    unit = wide / (wide.square().sum(-1, keepdim=True) + 1e-3).sqrt()
+    (wanted,) = torch.autograd.grad(unit, wide, grad.double())
+    found["gradient of l2"] = error(l2_backward.gradient(grad, inside(x), 1e-3), wanted)
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * scale
+    gated = normed * torch.nn.functional.silu(gate)
+    grads = gated_backward.gradients(grad, x, inside(z), weight, 1e-3)
+    wanted = torch.autograd.grad(gated, leaves, grad.double())
+    for name, got, want in zip("xzw", grads, wanted, strict=True):
+        found[f"gradient of gated in {name}"] = error(got, want)
+    return found
 
 
 def main() -> None:
     patch_once()
+    silu_mul.reciprocal = _reciprocal  # the interpreter has no inline assembly
+    gated_backward.TILES = 2
     torch.use_deterministic_algorithms(True)  # new tensors hold NaN until they are written
+    sums_backward.PARTS = 2
     found = {"convolution": convolution(), "elements": elements()}
     conv1d_backward.ROWS, conv1d_backward.BLOCK = 8, 16
-    sums_backward.PARTS = 2
     for taps, exact, lengths in (
         (4, 7, [3, 0, 1, 1, 9, 2, 0, 12]),
         (4, 20, [37]),

@@ -19,6 +19,7 @@ from samebits.ops import gdn, gpu, sums_backward
 from samebits.ops.conv1d import triton as conv1d
 from samebits.ops.conv1d import triton_backward as conv1d_backward
 from samebits.ops.gated_rms_norm import triton as gated_rms_norm
+from samebits.ops.gated_rms_norm import triton_backward as gated_backward
 from samebits.ops.gdn import (
     gluon_chain,
     gluon_decode,
@@ -32,6 +33,7 @@ from samebits.ops.gdn import (
 )
 from samebits.ops.gdn_gate import triton as gdn_gate
 from samebits.ops.l2_norm import triton as l2_norm
+from samebits.ops.l2_norm import triton_backward as l2_backward
 
 GRADIENTS = {f"gradient of {x}" for x in ("q", "k", "v", "g", "beta", "initial state")}
 OUTPUTS = {"o", "o from zero"}
@@ -42,7 +44,10 @@ CHECKS = {
         f"convolution's gradients, {taps} taps, {count} sequences": {"x", "weight"}
         for taps, count in ((4, 8), (4, 1), (2, 3), (1, 2))
     },
-    "elements": {"l2", "gated", "g", "beta"},
+    "elements": {
+        *("l2", "l2 of heads", "gated", "gated of heads", "g", "beta", "gradient of l2"),
+        *(f"gradient of gated in {x}" for x in "xzw"),
+    },
     "varlen chunk_row": OUTPUTS | GRADIENTS,
     "varlen cpr": OUTPUTS,
     "varlen of 64 chunk_row": OUTPUTS | GRADIENTS,
@@ -69,7 +74,7 @@ def launches():
     modules = (
         triton_inverse, triton_scan, gluon_chain, triton_chunk, gluon_rows, triton_decode,
         gluon_decode, triton_decode_cpr, triton_backward, conv1d, l2_norm, gdn_gate,
-        gated_rms_norm, conv1d_backward, sums_backward,
+        gated_rms_norm, conv1d_backward, gated_backward, l2_backward, sums_backward,
     )  # fmt: skip
     tokens, key_heads, heads, size = 130, 1, 2, 128
     k = torch.zeros(tokens, key_heads, size, dtype=torch.bfloat16)
@@ -107,6 +112,8 @@ def launches():
         l2_norm.launch(k.float(), 1e-6, torch.bfloat16)
         for x in (v, v.float()):
             gated_rms_norm.launch(x, v, torch.zeros(size).bfloat16(), 1e-6)
+            gated_backward.gradients(v, x, v, torch.zeros(size).bfloat16(), 1e-6)
+        l2_backward.gradient(k, k.float(), 1e-6)
         half = g.bfloat16()
         gdn_gate.launch(half, half, g[0], half[0])
     return [(r.kernel, arguments) for r in recorders for _, arguments in r.calls]
@@ -143,6 +150,8 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "conv1d.triton_backward._gradients",
         "sums_backward._sum",
         "l2_norm.triton._kernel",
+        "l2_norm.triton_backward._gradient",
+        "gated_rms_norm.triton_backward._gradients",
         "gdn_gate.triton._kernel",
         "gated_rms_norm.triton._kernel",
     }

@@ -6,7 +6,7 @@ import torch
 
 from samebits.bits import mixsum
 from samebits.ops import registry, samples
-from samebits.ops.gated_rms_norm import gradients, triton
+from samebits.ops.gated_rms_norm import triton, triton_backward
 from samebits.ops.gated_rms_norm.reference_sm90 import NEAR
 
 __all__ = ["gated_rms_norm"]
@@ -22,8 +22,7 @@ class _GatedRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, z, weight = ctx.saved_tensors
-        r = (x.float().square().mean(-1) + ctx.eps).rsqrt()
-        return *gradients(grad, x, z, weight, r), None, None
+        return *triton_backward.gradients(grad, x, z, weight, ctx.eps), None, None
 
 
 def gated_rms_norm(
@@ -34,7 +33,7 @@ def gated_rms_norm(
     Order: squares are added to their neighbours until 4 are one, then by halves (`reference_sm90`).
     Refuses with SB0420, SB0421.
     """
-    x, z, weight = x.contiguous(), z.contiguous(), weight.contiguous()
+    x, weight = x.contiguous(), weight.contiguous()
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in (x, z, weight)):
         y = _GatedRmsNorm.apply(x, z, weight, eps, wide)
     else:
@@ -61,6 +60,8 @@ registry.register(
         modules=(
             "samebits.ops.gpu",
             "samebits.ops.device",
+            "samebits.ops.heads",
+            "samebits.ops.silu_mul.triton",
             "samebits.ops.gated_rms_norm",
             "samebits.ops.gated_rms_norm.reference_sm90",
             "samebits.ops.gated_rms_norm.triton",

@@ -6,7 +6,7 @@ import torch
 
 from samebits.bits import mixsum
 from samebits.ops import registry, samples
-from samebits.ops.l2_norm import gradient, triton
+from samebits.ops.l2_norm import triton, triton_backward
 from samebits.ops.l2_norm.cpu import EPS
 from samebits.ops.l2_norm.reference_sm90 import NEAR
 
@@ -23,8 +23,7 @@ class _L2Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        r = (x.float().square().sum(-1) + ctx.eps).rsqrt()
-        return gradient(grad, x, r), None, None
+        return triton_backward.gradient(grad, x, ctx.eps), None, None
 
 
 def l2_norm(x: torch.Tensor, eps: float = EPS, *, wide: bool = False) -> torch.Tensor:
@@ -33,7 +32,6 @@ def l2_norm(x: torch.Tensor, eps: float = EPS, *, wide: bool = False) -> torch.T
     Order: squares are added to their neighbours until 4 are one, then by halves (`reference_sm90`).
     Refuses with SB0420, SB0421.
     """
-    x = x.contiguous()
     if torch.is_grad_enabled() and x.requires_grad:
         y = _L2Norm.apply(x, eps, wide)
     else:
@@ -59,6 +57,7 @@ registry.register(
         modules=(
             "samebits.ops.gpu",
             "samebits.ops.device",
+            "samebits.ops.heads",
             "samebits.ops.l2_norm",
             "samebits.ops.l2_norm.cpu",  # the default of eps
             "samebits.ops.l2_norm.reference_sm90",
