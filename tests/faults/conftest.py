@@ -145,7 +145,9 @@ def ranks(dense, tmp_path_factory) -> Healthy:
     wider = copy.copy(run)
     wider.recipe, wider.folder = replace(run.recipe, data=data), tmp_path_factory.mktemp("ranks")
     layouts = {
-        "rollout_tp2": Stage({"score": done["rollout_plain"].streams["batch"]}, {}),
+        "rollout_tp2": Stage(
+            {"score": done["rollout_plain"].streams["batch"]}, {"hazards": {"ranks": 2}}
+        ),
         "trainer_tp2": Stage({"padded": done["trainer"].streams["padded"]}, {}),
         "planted_ranks": done["stock_trainer"],
     }
