@@ -135,8 +135,79 @@ def check_conv(area: Area) -> None:
     area.same("window", window[2], x[3 + 34 : 40])
     area.true("another slot was written", bool(window[1].isnan().all()))
 
+    _check_conv_long(area)
+    _check_conv_steps(area)
     _check_conv_gradients(area)
     area.served("gdn.conv")
+
+
+def _check_conv_long(area: Area) -> None:
+    """The CPU's bits: of many rows, of a strided x, of every finite activation."""
+    channels, cuts = 320, (0, 1, 700, 703, 2100, 2100, 2400)
+    w, starts = normal(channels, TAPS, seed=2).bfloat16(), integers(*cuts)
+    wider = bf16((cuts[-1], channels + 48), -30, 6, source(3))
+    x = wider[:, 16 : 16 + channels]
+    for exact in (0, 128, 200):
+        law = conv1d.varlen(x.cpu(), w.cpu(), starts.cpu(), exact=exact)
+        for name, rows in (("strided", x), ("contiguous", x.contiguous())):
+            ours = conv1d.varlen(rows, w, starts, exact=exact)
+            for part, a, b in zip(("exact", "rounded"), ours, law, strict=True):
+                if b.numel():
+                    area.same(f"long, {name}, {exact} exact, {part}", a, b)
+        window = _fresh(TAPS - 1, channels, slots=6)
+        slots, context = integers(5, 3, 0, 1, 2, 4), integers(0, 0, 0, 0, 9, 0)
+        ours = conv1d.advance(x, w, window, slots, starts, context, exact=exact)
+        for part, a, b in zip(("exact", "rounded"), ours, law, strict=True):
+            if b.numel():
+                area.same(f"long, advanced, {exact} exact, {part}", a, b)
+        area.same("long, window", window[4], x[-3:])
+        area.true("an empty sequence's window was written", bool(window[2].isnan().all()))
+    every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(torch.bfloat16)
+    every = torch.where(every.isfinite(), every, 0).view(128, 512)
+    last = torch.zeros(512, TAPS, device="cuda").bfloat16()
+    for factor in (1.0, 1.0078125, -0.0037384033203125):
+        last[:, -1] = factor
+        for exact in (0, 512):
+            law = conv1d.varlen(every.cpu(), last.cpu(), torch.tensor([0, 128]), exact=exact)
+            ours = conv1d.varlen(every, last, integers(0, 128), exact=exact)
+            at = int(not exact)
+            area.same(f"every activation by {factor}, {exact} exact", ours[at], law[at])
+
+
+def _check_conv_steps(area: Area) -> None:
+    """As many rows as sequences, in a graph: the bits of whole sequences, and their windows."""
+    count, channels, steps, exact = 33, 320, 6, 200
+    x = normal(steps * count, channels + 16, seed=4).bfloat16()[:, :channels]
+    w = normal(channels, TAPS, seed=5).bfloat16()
+    whole = x.view(steps, count, channels).transpose(0, 1).flatten(0, 1)
+    pair = conv1d.varlen(whole.cpu(), w.cpu(), torch.arange(count + 1) * steps, exact=exact)
+    law = [part.unflatten(0, (count, steps)) for part in pair]
+    rows, context = x[:count].clone(), integers(*[0] * count)
+    window, slots = _fresh(TAPS - 1, channels, slots=count + 2), torch.arange(count).cuda() + 1
+    starts = torch.arange(count + 1).cuda()
+    starts[-2:] = count - 2  # the last two sequences have no rows
+
+    def step() -> torch.Tensor:
+        wide, y = conv1d.advance(rows, w, window, slots, starts, context, exact=exact)
+        return torch.cat([wide, y.float()], 1)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    window.fill_(torch.nan)
+    for i in range(steps):
+        rows.copy_(x[i * count : (i + 1) * count])
+        context.fill_(i)
+        graph.replay()
+        wanted = torch.cat([law[0][:, i], law[1][:, i].float()], 1)
+        area.same(f"step {i}", y[: count - 2], wanted[: count - 2])
+        area.true(f"step {i}: rows of no sequence are not zero", not bool(y[count - 2 :].any()))
+    last = x.view(steps, count, channels)[-(TAPS - 1) :, : count - 2].transpose(0, 1)
+    area.same("windows of steps", window[1 : count - 1], last)
+    untouched = window[[0, count - 1, count, count + 1]]
+    area.true("another slot was written", bool(untouched.isnan().all()))
 
 
 def _check_conv_gradients(area: Area) -> None:

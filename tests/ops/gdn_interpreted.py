@@ -226,6 +226,7 @@ def convolution() -> Errors:
     slots, outputs, done = torch.tensor([2, 0]), [], 0
     for count in (1, 2, 5, 1, 3):
         rows = torch.cat([x[done : done + count], x[12:], torch.full((2, 20), torch.nan)])
+        rows = torch.cat([rows, torch.full_like(rows, torch.nan)], 1)[:, :20]
         starts, context = torch.tensor([0, count, count + 2]), torch.tensor([done, 0])
         y = torch.cat(conv1d.launch(rows, weight, window, slots, starts, context, 12), 1)
         assert not y[count + 2 :].any()
@@ -238,10 +239,30 @@ def convolution() -> Errors:
         full = torch.nn.functional.conv1d(padded, weight.double()[:, None], groups=20)
         return torch.nn.functional.silu(full[0].T)
 
-    return {
+    packed = torch.cat(conv1d.packed(x, weight, torch.tensor([0, 0, 12, 14, 14]).int(), 12), 1)
+    return single_rows(x, weight, law(x)) | {
+        "packed": error(packed, torch.cat([law(x[:12]), law(x[12:])])),
         "y": error(torch.cat(outputs), law(x[:12])),
         "fresh": error(y[count : count + 2], law(x[12:])),
         "window": error(window[2], x[9:12]),
+    }
+
+
+def single_rows(x: torch.Tensor, weight: torch.Tensor, law: torch.Tensor) -> Errors:
+    """As many rows as sequences: one each, none, several; and rows of none behind them."""
+    window = torch.full((4, 3, 20), torch.nan)
+    slots, done, outputs, blank = torch.tensor([3, 1, 0]), 0, [], []
+    for count in (1, 1, 2, 1, 3, 1):
+        rows = torch.cat([x[done : done + count], torch.full((3 - count, 20), torch.nan)])
+        starts, context = torch.tensor([0, 0, count, count]), torch.tensor([7, done, 0])
+        y = torch.cat(conv1d.launch(rows, weight, window, slots, starts, context, 12), 1)
+        outputs.append(y[:count])
+        blank.append(y[count:])
+        done += count
+    assert not torch.cat(blank).any() and window[[0, 2, 3]].isnan().all()
+    return {
+        "single rows": error(torch.cat(outputs), law[:done]),
+        "window of single rows": error(window[1], x[done - 3 : done]),
     }
 
 

@@ -39,7 +39,9 @@ GRADIENTS = {f"gradient of {x}" for x in ("q", "k", "v", "g", "beta", "initial s
 OUTPUTS = {"o", "o from zero"}
 STATES = {"o of 0", "boundary of 0", "o of 1", "boundary of 1"}
 CHECKS = {
-    "convolution": {"y", "fresh", "window"},
+    "convolution": {
+        *("y", "fresh", "window", "packed", "single rows", "window of single rows"),
+    },
     **{
         f"convolution's gradients, {taps} taps, {count} sequences": {"x", "weight"}
         for taps, count in ((4, 8), (4, 1), (2, 3), (1, 2))
@@ -106,6 +108,8 @@ def launches():
         flat, one = v.reshape(tokens, -1), torch.zeros(1, 3, heads * size).bfloat16()
         weight = torch.zeros(heads * size, 4).bfloat16()
         conv1d.launch(flat, weight, one, slots, starts, context, size)
+        conv1d.launch(flat[:1], weight, one, slots, starts, context, size)
+        conv1d.packed(flat, weight, starts.int(), size)
         wide = torch.zeros(tokens, size)
         part = torch.zeros(tokens, (heads - 1) * size).bfloat16()
         conv1d_backward.gradients(flat, weight, starts.int(), wide, part)
@@ -146,6 +150,7 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "gdn.triton_backward._gradients",
         "conv1d.triton._rows",
         "conv1d.triton._shift",
+        "conv1d.triton._steps",
         "conv1d.triton_backward._places",
         "conv1d.triton_backward._gradients",
         "sums_backward._sum",

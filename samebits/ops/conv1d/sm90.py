@@ -52,24 +52,16 @@ def varlen(
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         pair = _Varlen.apply(x, weight, starts, exact or 0)
     else:
-        pair = _packed(x, weight, starts, exact or 0)
+        pair = triton.packed(x, weight, starts, exact or 0)
     registry.count_served("gdn.conv", len(x))
     return pair[1] if exact is None else pair
-
-
-def _packed(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, exact: int) -> Pair:
-    """From fresh sequences: windows are scratch."""
-    count, (channels, taps) = len(starts) - 1, weight.shape
-    window = x.new_empty((count, taps - 1, channels))
-    slots = torch.arange(count, device=x.device, dtype=torch.int32)
-    return triton.launch(x, weight, window, slots, starts, torch.zeros_like(slots), exact)
 
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, starts, exact):
         ctx.save_for_backward(x, weight, starts)
-        return _packed(x, weight, starts, exact)
+        return triton.packed(x, weight, starts, exact)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -81,14 +73,16 @@ class _Varlen(torch.autograd.Function):
 def _operands(
     x: torch.Tensor, weight: torch.Tensor, exact: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both contiguous; SB0420, SB0421."""
+    """Both, with neighbouring channels and taps; SB0420, SB0421."""
     gpu.prepare(x.device.index or 0)
-    x, weight = x.contiguous(), weight.contiguous()
+    weight = weight.contiguous()
+    if x.dim() != 2 or x.stride(1) != 1:
+        x = x.contiguous()
     fits = weight.dim() == 2 and weight.numel() > 0
     gpu.require("weight", weight, torch.bfloat16, fits, "[C, W]")
     channels = weight.shape[0]
     fits = x.dim() == 2 and x.shape[1] == channels
-    gpu.require("x", x, torch.bfloat16, fits, f"[T, {channels}]")
+    gpu.require("x", x, torch.bfloat16, fits, f"[T, {channels}]", dense=False)
     wide = exact is None or 0 <= exact <= channels
     require_shape("x", x, wide, f"[T, {exact} or more], of which {exact} are left in fp32")
     return x, weight
@@ -117,6 +111,7 @@ registry.register(
             "samebits.ops.gpu",
             "samebits.ops.device",
             "samebits.ops.packed",
+            "samebits.ops.silu_mul.triton",
             "samebits.ops.conv1d",
             "samebits.ops.conv1d.triton",
             "samebits.ops.conv1d.sm90",

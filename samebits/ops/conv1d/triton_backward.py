@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from samebits.ops import gpu
+from samebits.ops.conv1d.triton import owners, taps
 from samebits.ops.sums_backward import summed
 
 ROWS = 64  # of one block; W - 1 more are read before and behind them
@@ -27,19 +28,10 @@ PLACES = 512
 
 @triton.jit(do_not_specialize=["T", "sequences"])
 def _places(starts_ptr, place_ptr, T, sequences, BLOCK: tl.constexpr):
-    """place[t] = t's row in its own sequence, found by bisection."""
+    """place[t] = t's row in its own sequence."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    low = tl.zeros((BLOCK,), tl.int32)
-    high = low + sequences
-    left = sequences
-    while left > 0:
-        searching = low < high
-        middle = (low + high) >> 1
-        past = tl.load(starts_ptr + middle + 1, mask=searching, other=0) <= t
-        low = tl.where(searching & past, middle + 1, low)
-        high = tl.where(searching & ~past, middle, high)
-        left = left >> 1
-    start = tl.load(starts_ptr + low, mask=low < sequences, other=0)
+    owner = owners(starts_ptr, t, sequences)
+    start = tl.load(starts_ptr + owner, mask=owner < sequences, other=0)
     tl.store(place_ptr + t, t - start, mask=t < T)
 
 
@@ -77,10 +69,9 @@ def _gradients(
     inside = c < C
     unrounded = c < exact
     rounded = inside & (c >= exact)
-    weight, before, pending, sums = (), (), (), ()
-    for j in tl.static_range(0, W):
-        tap = tl.load(weight_ptr + c * W + j, mask=inside, other=0.0).to(tl.float32)
-        weight = weight + (tap,)
+    weight = taps(weight_ptr, c, inside, W)
+    before, pending, sums = (), (), ()
+    for _ in tl.static_range(0, W):
         sums = sums + (tl.zeros((BLOCK,), tl.float32),)
     for lag in tl.static_range(1, W):
         row = first - lag
@@ -146,7 +137,7 @@ def gradients(
     blocks (`sums_backward.summed`). Nothing is checked, and the host reads no table.
     """
     tokens, channels = x.shape
-    exact, taps = wide.shape[1], weight.shape[1]
+    exact, count = wide.shape[1], weight.shape[1]
     if not tokens:
         return torch.empty_like(x), torch.zeros_like(weight)
     dx = x.new_empty((tokens, channels))
@@ -158,6 +149,6 @@ def gradients(
     partial = x.new_empty((blocks, weight.numel()), dtype=torch.float32)
     _gradients[(triton.cdiv(channels, BLOCK), blocks)](
         x, x.stride(0), weight, wide, y, place, dx, partial, tokens, exact, channels,
-        W=taps, ROWS=ROWS, STEP=STEP, BLOCK=BLOCK, num_warps=WARPS, **gpu.POLICY,
+        W=count, ROWS=ROWS, STEP=STEP, BLOCK=BLOCK, num_warps=WARPS, **gpu.POLICY,
     )  # fmt: skip
     return dx, summed(partial, weight)

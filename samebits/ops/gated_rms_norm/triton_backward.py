@@ -11,7 +11,7 @@ from samebits.ops.heads import by_heads
 from samebits.ops.sums_backward import summed
 
 ELEMENTS = 1024  # of a tile
-TILES = 32  # of one block, one after the other
+TILES = 16  # of one block, one after the other
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -50,7 +50,7 @@ def gradients(
     """Gradients of x, z [..., n] and weight [n], in their dtypes: fp32, one rounding.
 
     x and weight are contiguous, z has any strides, n is a power of two up to 1024. Order of the
-    weight's sums: rows of a tile apart, its 32 tiles ascending, then the rows, then blocks
+    weight's sums: rows of a tile apart, its 16 tiles ascending, then the rows, then blocks
     (`sums_backward.summed`). Nothing is checked.
     """
     n, grad = weight.numel(), grad.contiguous()
