@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from samebits.contract import canonical
 from samebits.errors import Refused
 
-PUBLISHED = "config.json"  # in a case's folder: the configuration of the model as published
+PUBLISHED = "config.json"  # in a case's folder: the model's configuration, as published or derived
+# Entry of a derived one: the class it is the text model of, the published file, what is left out.
+TEXT_ONLY = "samebits_text_only"
+_T = TypeVar("_T")
 # What a case can claim: the legs, and an RL run.
 LEGS = (*"ABCDEFO", "rl")
 _DECIMAL_FIELDS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
@@ -108,11 +111,25 @@ class Recipe:
 
         SB0920 where that says no number of layers.
         """
+        return self._beside(lambda config: int(config["num_hidden_layers"]))
+
+    @property
+    def taken_out(self) -> tuple[str, ...] | None:
+        """What its configuration was derived without (`case new --text-only`); None where it is as
+        published, or none is there.
+
+        SB0920 as of `published_layers`.
+        """
+        return self._beside(
+            lambda config: tuple(config[TEXT_ONLY]["taken_out"]) if TEXT_ONLY in config else None
+        )
+
+    def _beside(self, read: Callable[[Mapping[str, Any]], _T]) -> _T | None:
         path = self.folder / PUBLISHED
         if not path.is_file():
             return None
         try:
-            return int(json.loads(path.read_text())["num_hidden_layers"])
+            return read(json.loads(path.read_text()))
         except (ValueError, KeyError, TypeError) as problem:
             raise Refused(
                 "SB0920",
@@ -126,7 +143,8 @@ class Recipe:
         """What the case leaves out of its published model; SB0920 as of `published_layers`."""
         layers = self.published_layers or 0
         fewer = layers - self.config["num_hidden_layers"]
-        return (f"{fewer} of {layers} layers",) if fewer > 0 else ()
+        few = (f"{fewer} of {layers} layers",) if fewer > 0 else ()
+        return (*few, *(self.taken_out or ()))
 
     @property
     def scope(self) -> str:
@@ -137,7 +155,8 @@ class Recipe:
         layers = self.published_layers or 0
         mine = self.config["num_hidden_layers"]
         drawn = ["drawn weights"] if self.source["kind"] == "counter-hash" else []
-        model = [f"proxy: {mine} of {layers} layers", *drawn] if mine < layers else drawn
+        model = [f"proxy: {mine} of {layers} layers"] if mine < layers else []
+        model += [*(["text model only"] if self.taken_out else []), *drawn]
         claimed = {*self.data["legs"], *(["rl"] if self.rl else [])}
         silent = [leg for leg in LEGS if leg not in claimed]
         legs = [f"not claimed: {', '.join(silent)}"] if silent else []

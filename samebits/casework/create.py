@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from samebits import recipe as recipes
-from samebits.casework import engine, ledger, published
+from samebits.casework import engine, ledger, published, text_model
 from samebits.errors import Refused, word
 from samebits.patching.series import Series
 from samebits.patching.workspace import Workspace
-from samebits.recipe import PUBLISHED
+from samebits.recipe import PUBLISHED, TEXT_ONLY
 
 TEMPLATES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3"), "recipe.yaml"),
@@ -25,6 +27,10 @@ TEMPLATES = {
 }
 PAGES = ("recipe.md", "broke.md")
 NAME_LENGTH = 64  # letters; names of files and of branches are made from it
+# What a template says of its own dimensions; of published ones another line stands there.
+_OF_TEMPLATE = (
+    "# Dimensions: small ones of no published model; `case new --config` takes those of one.\n"
+)
 _LAYERS = 2  # of a dense proxy; a hybrid one has an interval of full attention
 
 
@@ -35,12 +41,15 @@ def create(
     architecture: str | None = None,
     layers: int | None = None,
     series: str | None = None,
+    text_only: bool = False,
 ) -> Path:
     """Make `cases/CASE` and return it; nothing is written unless all of it can be.
 
     config        published config.json: its dimensions, `layers` of its layers, and a copy of it
     architecture  instead: the template's dimensions
     series        patch series of all upstreams; default: what the template names
+    text_only     take the text model out of `config`: the copy is derived, and the case's pages say
+                  what was left out
 
     Refuses SB0915 (folder is there), SB0916 (regions that no operator covers), SB0920 (config),
     SB0314 (name, dimensions, more layers than there are), SB0102 (no such series).
@@ -62,7 +71,8 @@ def create(
             required="a name that no case has",
             hint=f"samebits case status {word(case)}",
         )
-    text = _recipe(case, config, architecture, layers, series)
+    given = None if config is None else _given(case, config, text_only)
+    text = _recipe(case, given, architecture, layers, series)
     template = recipes.cases_folder() / "_template"
     with (
         Workspace.find().writing(),
@@ -74,7 +84,11 @@ def create(
         _check(draft / "recipe.yaml", case)
         for page in PAGES:
             (draft / page).write_text((template / page).read_text().replace("<model>", case))
-        if config is not None:
+        if given is not None and given.parts:
+            sheet = draft / "recipe.md"
+            sheet.write_text(_said(sheet.read_text(), given.parts))
+            (draft / PUBLISHED).write_text(json.dumps(given.config, indent=1) + "\n")
+        elif config is not None:
             shutil.copyfile(config, draft / PUBLISHED)
         ledger.write(draft / ledger.NAME, ledger.empty(case))
         try:
@@ -87,6 +101,28 @@ def create(
                 hint=f"samebits case status {word(case)}",
             ) from None
     return folder
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A configuration without gaps, where it was read, and what it was derived without."""
+
+    config: Mapping[str, Any]
+    path: Path
+    parts: tuple[text_model.Part, ...] = ()
+
+
+def _given(case: str, path: Path, text_only: bool) -> _Given:
+    config, parts = published.text_only(path) if text_only else (published.read(path), ())
+    published.refuse_gaps(config, path, case)
+    return _Given(config, path, parts)
+
+
+def _said(page: str, parts: tuple[text_model.Part, ...]) -> str:
+    """A page `recipe.md` that lists under "What is not shown" what was taken out."""
+    head = "## What is not shown\n\n"
+    assert page.count(head) == 1
+    return page.replace(head, head + "".join(f"- {part.line}\n" for part in parts))
 
 
 def _check(file: Path, case: str) -> None:
@@ -106,17 +142,14 @@ def _check(file: Path, case: str) -> None:
 
 def _recipe(
     case: str,
-    config: Path | None,
+    given: _Given | None,
     architecture: str | None,
     layers: int | None,
     series: str | None,
 ) -> str:
     """Text of the recipe: that of the template, with what differs replaced block by block."""
-    found = None
-    if config is not None:
-        found = published.read(config)
-        published.refuse_gaps(found, config.name)
-        architecture = published.architecture(found)
+    if given is not None:
+        architecture = published.architecture(given.config)
     if architecture is None or not published.known(architecture):
         raise Refused(
             "SB0916",
@@ -127,9 +160,8 @@ def _recipe(
     text = (recipes.cases_folder() / "_template" / TEMPLATES[architecture]).read_text()
     data = yaml.safe_load(text)
     data["model"]["architecture"] = architecture
-    if found is not None:
-        assert config is not None
-        _take(data, published.dimensions(found, config), layers)
+    if given is not None:
+        _take(data, published.dimensions(given.config, given.path), layers)
     elif layers is not None:
         data["model"]["config"]["num_hidden_layers"] = layers
     if series is not None:
@@ -137,10 +169,26 @@ def _recipe(
             Series(Workspace.find(), upstream).of(series)
         data["series"] = dict.fromkeys(data["series"], series)
     text = text.replace("case: my-model", f"case: {case}", 1)
+    if given is not None:
+        text = text.replace(_OF_TEMPLATE, _origin(given), 1)
     for name, value in yaml.safe_load(text).items():
         if name != "case" and value != data[name]:
             text = _replaced(text, name, data[name])
     return text
+
+
+def _origin(given: _Given) -> str:
+    """Comment of a recipe: whose dimensions these are."""
+    if not given.parts:
+        return f"# Dimensions: the published ones, of {PUBLISHED}.\n"
+    derived = given.config[TEXT_ONLY]
+    left_out = ", ".join(part.what for part in given.parts)
+    return (
+        f"# Dimensions: those of the text model of {derived['of']}. {PUBLISHED} was made\n"
+        f"# by `case new --text-only` from the published file, sha256\n"
+        f"# {derived['sha256']}\n"
+        f"# Left out: {left_out}.\n"
+    )
 
 
 def _take(data: dict[str, Any], dims: Mapping[str, Any], layers: int | None) -> None:

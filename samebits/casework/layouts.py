@@ -6,16 +6,17 @@ shown only where a recorded benchmark measured it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from samebits import recipe as recipes
-from samebits.casework import engine, memory, published
+from samebits.casework import engine, memory, published, text_model
 from samebits.errors import Refused, word
 from samebits.ops import registry
-from samebits.recipe import PUBLISHED, Recipe
+from samebits.recipe import PUBLISHED, TEXT_ONLY, Recipe
 
 SIZES = (1, 2, 4, 8)  # of tensor parallelism; a plan has a power of two of leaves
 _QK_NORM = ("qwen3", "qwen3_5_text")
@@ -39,6 +40,9 @@ class Model:
     leaves       of sums over K and over the vocabulary; None where no recipe decides them
     schedule     of Gated DeltaNet
     platform     that keeps its states
+    text_of      class whose text model this is; None where the model is all of the file
+    taken_out    what was left out of the file
+    hint         command that helps where there are gaps
     """
 
     name: str
@@ -50,6 +54,9 @@ class Model:
     schedule: str | None = None
     platform: str = "cpu"
     proved_layers: int | None = None
+    text_of: str | None = None
+    taken_out: tuple[str, ...] = ()
+    hint: str = ""
 
 
 def problems(model: Model, tp: int) -> list[str]:
@@ -139,16 +146,34 @@ def of_recipe(recipe: Recipe, config: Mapping[str, Any] | None = None) -> Model:
     )
 
 
-def find(target: str) -> Model:
-    """The model of a case, a recipe.yaml or a config.json."""
+def is_config(target: str) -> bool:
+    """Whether a target is a configuration's file, not a recipe's or a case."""
+    return Path(target).suffix == ".json"
+
+
+def find(target: str, *, text_only: bool = False) -> Model:
+    """The model of a case, a recipe.yaml or a config.json; of the last, on demand, its text model.
+
+    A text model inside of a file is what is looked at in any case; without `text_only` what stands
+    around it is a gap.
+    """
     path = Path(target)
-    if path.suffix == ".json":
-        config = published.read(path)
+    if is_config(target):
+        config = published.text_only(path)[0] if text_only else published.read(path)
+        text = text_model.inside(config, str(path))
         gaps = tuple(published.gaps(config))
-        name = published.architecture(config)
-        dims = None if gaps else published.dimensions(config, path)
-        schedule = "chunk_row" if name == "qwen3_5_text" else None
-        return Model(path.name, name, dims, gaps, schedule=schedule)
+        name = published.architecture(config if text is None else text)
+        derived = config.get(TEXT_ONLY, {})
+        return Model(
+            path.name,
+            name,
+            None if gaps else published.dimensions(config, path),
+            gaps,
+            schedule="chunk_row" if name == "qwen3_5_text" else None,
+            text_of=config["architectures"][0] if text is not None else derived.get("of"),
+            taken_out=tuple(derived.get("taken_out", ())),
+            hint=published.cure(config, path, f"samebits plan {word(path)}") if gaps else "",
+        )
     recipe = recipes.load(target)
     published.check_recipe(recipe)
     engine.check(recipe)
@@ -157,8 +182,14 @@ def find(target: str) -> Model:
         config = published.read(beside)
         gaps = tuple(published.gaps(config))
         if gaps:
-            return Model(recipe.case, recipe.architecture, None, gaps)
-        return of_recipe(recipe, published.dimensions(config, beside))
+            hint = "samebits explain SB0916"
+            return Model(recipe.case, recipe.architecture, None, gaps, hint=hint)
+        derived = config.get(TEXT_ONLY, {})
+        return dataclasses.replace(
+            of_recipe(recipe, published.dimensions(config, beside)),
+            text_of=derived.get("of"),
+            taken_out=tuple(derived.get("taken_out", ())),
+        )
     return of_recipe(recipe)
 
 
@@ -191,6 +222,7 @@ def report(model: Model, layout: Layout, length: int) -> dict[str, Any]:
     data: dict[str, Any] = {
         "model": model.name,
         "architecture": model.architecture,
+        "text_model": model.text_of and {"of": model.text_of, "taken_out": [*model.taken_out]},
         "regions": {
             "covered": list(published.covered(model.architecture)) if known else [],
             "missing": [{"region": gap.region, "because": gap.because} for gap in model.gaps],
@@ -258,7 +290,7 @@ def check(model: Model, layout: Layout, target: str) -> None:
             "SB0916",
             seen=f"{model.name}: not covered: {'; '.join(map(str, model.gaps))}",
             required="a model whose regions all have an operator that both engines route to",
-            hint="samebits explain SB0916",
+            hint=model.hint,
         )
     wrong = refused(model, layout)
     if wrong:

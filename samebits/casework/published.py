@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from samebits import recipe as recipes
+from samebits.casework import text_model
 from samebits.contract import canonical
 from samebits.contract.dims import architecture_of
-from samebits.errors import Refused
+from samebits.errors import Refused, word
 from samebits.ops import registry
 from samebits.recipe import Recipe, schema
 
@@ -96,7 +97,14 @@ def read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as problem:
         raise _bad(path, f"{type(problem).__name__}: {problem}") from None
     check(config, "SB0920", str(path))
+    if (text := text_model.inside(config, str(path))) is not None:
+        check(text, "SB0920", f"{path}, text_config")
     return config
+
+
+def text_only(path: Path) -> tuple[dict[str, Any], tuple[text_model.Part, ...]]:
+    """The text model of a `config.json`, and what was left out; errors as of `read`."""
+    return text_model.taken_out(read(path), path)
 
 
 def _finite(literal: str) -> float:
@@ -185,7 +193,19 @@ def covered(name: str) -> tuple[str, ...]:
 
 
 def gaps(config: Mapping[str, Any]) -> list[Gap]:
-    """Everything that keeps a contract from covering this model, in forward order of finding."""
+    """Everything that keeps a contract from covering this model, in forward order of finding.
+
+    Of a file with a text model inside: its gaps, behind those of what stands around it.
+    """
+    text = text_model.inside(config, recipes.PUBLISHED)
+    if text is not None:
+        name = config["architectures"][0]
+        around = [
+            Gap(f"{kind}.encoder", f"{name} around its text model")
+            for kind in text_model.towers(config)
+        ]
+        around = around or [Gap("engine hooks", f"{name} is more than its text model")]
+        return [gap for gap in dict.fromkeys([*around, *gaps(text)])]
     name = architecture(config)
     found = [*_gaps(config, name)]
     if known(name):
@@ -198,15 +218,24 @@ def gaps(config: Mapping[str, Any]) -> list[Gap]:
     return list(dict.fromkeys(gap.routed() for gap in found))
 
 
-def refuse_gaps(config: Mapping[str, Any], what: str) -> None:
-    """SB0916 with every gap of a configuration."""
+def cure(config: Mapping[str, Any], path: Path, command: str) -> str:
+    """Hint for a configuration with gaps: `command` for its text model alone, where that has none.
+
+    command    with `--text-only` still to follow
+    """
+    model, parts = text_model.taken_out(config, path)
+    return f"{command} --text-only" if parts and not gaps(model) else "samebits explain SB0916"
+
+
+def refuse_gaps(config: Mapping[str, Any], path: Path, case: str) -> None:
+    """SB0916 with every gap of a configuration that `case` was to be made of."""
     found = gaps(config)
     if found:
         raise Refused(
             "SB0916",
-            seen=f"{what}: not covered: {'; '.join(map(str, found))}",
+            seen=f"{path.name}: not covered: {'; '.join(map(str, found))}",
             required=f"regions that an operator covers: {', '.join(registry.REGIONS)}",
-            hint="samebits explain SB0916",
+            hint=cure(config, path, f"samebits case new {word(case)} --config {word(path)}"),
         )
 
 

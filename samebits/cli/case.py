@@ -116,6 +116,13 @@ def new(
     series: Annotated[
         str | None, typer.Option(help="Patch series; default: that of a case like this.")
     ] = None,
+    text_only: Annotated[
+        bool,
+        typer.Option(
+            "--text-only",
+            help="With --config: its text model alone; the case says what is left out.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Make the folder of a new case from the template.
@@ -123,19 +130,30 @@ def new(
     Nothing is overwritten. A model with regions that no operator covers is refused (SB0916), and
     nothing is written.
     """
+    from samebits import recipe as recipes
     from samebits.casework import create, steps
     from samebits.errors import shown, word
 
     if (config is None) == (architecture is None):
         raise typer.BadParameter("give one of --config and --architecture")
+    if text_only and config is None:
+        raise typer.BadParameter("--text-only takes a model out of --config FILE")
     folder = create.create(
-        case, config=config, architecture=architecture, layers=layers, series=series
+        case,
+        config=config,
+        architecture=architecture,
+        layers=layers,
+        series=series,
+        text_only=text_only,
     )
     names = sorted(path.name for path in folder.iterdir())
     if as_json:
         show_json({"case": case, "folder": str(folder), "files": names})
         return
     print(f"{shown(folder)}: {', '.join(names)}")
+    if text_only:
+        left_out = recipes.load(case).taken_out
+        print(f"left out of {config}: {', '.join(left_out) if left_out else 'nothing'}")
     following = steps.progress(case).next
     if following is not None:
         print(f"\nnext: {following.command}  # {following.step}: {following.passes}")

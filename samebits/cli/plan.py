@@ -25,6 +25,9 @@ def plan(
     length: Annotated[
         int, typer.Option("--length", min=1, help="Tokens of the sequences to plan for.")
     ] = 4096,
+    text_only: Annotated[
+        bool, typer.Option("--text-only", help="Of a config.json: its text model alone.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a layout needs and whether a contract can cover it.
@@ -35,7 +38,9 @@ def plan(
     """
     from samebits.casework import layouts
 
-    model = layouts.find(target)
+    if text_only and not layouts.is_config(target):
+        raise typer.BadParameter("--text-only takes a model out of a config.json")
+    model = layouts.find(target, text_only=text_only)
     layout = layouts.Layout(tp, ep, pp, cp, sp)
     found = layouts.report(model, layout, length)
     if as_json:
@@ -49,6 +54,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     missing = "\n".join(f"{g['region']} ({g['because']})" for g in found["regions"]["missing"])
     lines = [
         ("model", f"{found['model']}, {found['architecture']}"),
+        *_text_lines(found["text_model"]),
         ("regions covered", ", ".join(found["regions"]["covered"]) or "-"),
         ("regions missing", missing or "-"),
     ]
@@ -70,6 +76,14 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     lines.append(("time", "\n".join(rows) or "not measured"))
     return lines
+
+
+def _text_lines(text: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if text is None:
+        return []
+    left_out = ", ".join(text["taken_out"])
+    judged = f"left out: {left_out}" if left_out else "judged as it stands inside"
+    return [("text model", f"of {text['of']}; {judged}")]
 
 
 def _memory_lines(memory: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import shutil
@@ -110,6 +111,26 @@ HYBRID = {
 }
 
 
+# As Qwen3.5 is published: the text model inside, without a class of its own.
+COMPOSITE = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "image_token_id": 248056,
+    "vision_config": {"depth": 12},
+    "tie_word_embeddings": True,
+    "text_config": {
+        **{name: value for name, value in HYBRID.items() if name != "architectures"},
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            **HYBRID["rope_parameters"],
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+    },
+}
+
+
 @pytest.fixture
 def published(tmp_path):
     """Writes a config.json: that of a Llama, or of a hybrid, with changes; None removes."""
@@ -126,6 +147,11 @@ def published(tmp_path):
 @pytest.fixture
 def hybrid():
     return HYBRID
+
+
+@pytest.fixture
+def composite():
+    return copy.deepcopy(COMPOSITE)
 
 
 @pytest.fixture
