@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,14 +257,27 @@ def _extensions(
                 File(f"samebits/build/{upstream}/{tree}/{path}", (place / path).read_bytes(), 0o755)
                 for path in paths
             ]
-    code = (
-        "import ctypes, torch\n"
-        f"for path in {[file.path.removeprefix('samebits/') for file in files]}:\n"
-        "    if torch.cuda.is_available():\n"
-        "        ctypes.CDLL(path)\n"
-    )
-    check = {"label": f"extensions of {name}, loaded where there is a GPU", "code": code}
-    return files, True, {"chip": options.chip, "checks": [check]}
+    return files, True, {"chip": options.chip, "checks": _loads(name, files)}
+
+
+def _loads(name: str, files: Sequence[File]) -> list[dict[str, str]]:
+    """One check for the extensions of each tree: a process holds one copy of torch's operators."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        path = file.path.removeprefix("samebits/")
+        found.setdefault("/".join(path.split("/")[:3]), []).append(path)
+    return [
+        {
+            "label": f"extensions of {name} in {tree}, loaded where there is a GPU",
+            "code": (
+                "import ctypes, torch\n"
+                f"for path in {paths}:\n"
+                "    if torch.cuda.is_available():\n"
+                "        ctypes.CDLL(path)\n"
+            ),
+        }
+        for tree, paths in found.items()
+    ]
 
 
 def _carried(cases: list[Recipe]) -> dict[str, list[Recipe]]:

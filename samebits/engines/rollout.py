@@ -50,6 +50,7 @@ class RolloutSettings:
 
     platform     `cpu` or `sm90`, as `runtime.platform`
     kv_blocks    pages of the KV cache; few of them force preemption
+    slice_tokens tokens of one prompt in a step at most; 0: as many as the step has
     cuda_graphs  replay captured decode steps (on a GPU); else every step is eager
     ahead        on a GPU, prepare a step while the one before runs (vLLM's async_scheduling)
     arithmetic   `aligned`, or for negative controls `stock` or `runtime.only(regions)`
@@ -65,6 +66,7 @@ class RolloutSettings:
     tensor_parallel_size: int = 1
     max_model_len: int = 512
     max_num_batched_tokens: int = 256
+    slice_tokens: int = 0
     max_num_seqs: int = 16
     kv_blocks: int = 256
     block_size: int = 16

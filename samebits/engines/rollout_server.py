@@ -44,6 +44,7 @@ class Server:
             tensor_parallel_size=settings["tensor_parallel_size"],
             max_model_len=settings["max_model_len"],
             max_num_batched_tokens=settings["max_num_batched_tokens"],
+            long_prefill_token_threshold=settings["slice_tokens"],
             max_num_seqs=settings["max_num_seqs"],
             block_size=settings["block_size"],
             num_gpu_blocks_override=settings["kv_blocks"],

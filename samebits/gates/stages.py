@@ -22,8 +22,9 @@ _STRESS_OPTIONS = {
     "max_num_seqs": "stress_seqs",
     "kv_blocks": "stress_blocks",
 }
-# Tokens of a step whose logits a chip holds beside the model.
-_STEP = 8192
+# Tokens of one prompt whose logits a chip holds, beside the model and what vLLM makes of them: it
+# takes the rows of a prompt's slice together.
+_SLICE = 4096
 # Step budget of the engines of negative controls.
 _CONTROL_BUDGET = 64
 # Tokens of one forward pass of the trainer: decides memory, and how much of a chip is busy.
@@ -169,9 +170,9 @@ def _one_token_slices(fired: Mapping[str, int]) -> int:
 
 def plain(run: Run, whole: Sequence[Sequence[int]], **changes) -> RolloutSettings:
     """Settings of an engine without prefix cache that takes 16 of the sequences in one step, and
-    one that is longer than `_STEP` in several."""
+    one that is longer than `_SLICE` in several."""
     longest, page = run.recipe.engine["max_model_len"], run.recipe.engine["block_size"]
-    budget = max(sum(len(s) for s in whole[:16]), min(longest, _STEP))
+    budget = max(sum(len(s) for s in whole[:16]), min(longest, 2 * _SLICE))
     blocks = max(48, 2 * max(budget, longest) // page)
     if run.recipe.gdn_schedule is not None:
         # A state is a page of its own for every layer with one, over those with full attention.
@@ -180,6 +181,7 @@ def plain(run: Run, whole: Sequence[Sequence[int]], **changes) -> RolloutSetting
         run,
         prefix_caching=False,
         max_num_batched_tokens=budget,
+        slice_tokens=min(longest, _SLICE),
         max_num_seqs=16,
         kv_blocks=blocks,
         **changes,

@@ -186,3 +186,12 @@ def test_one_run_at_a_time_packs_into_a_folder(workspace, tmp_path, monkeypatch)
 
     monkeypatch.setattr(pack, "_pack", inner)
     assert pack.pack(workspace, options) == {} and asked
+
+
+def test_extensions_of_two_trees_are_loaded_by_two_processes():
+    paths = [f"samebits/build/vllm/{tree}/vllm/{name}.so" for tree in "ab" for name in ("_C", "x")]
+    checks = pack._loads("vllm-ext", [File(path, b"") for path in paths])
+    assert [c["label"].split(",")[0][-12:] for c in checks] == ["build/vllm/a", "build/vllm/b"]
+    for check, tree in zip(checks, "ab", strict=True):
+        assert check["code"].count("build/vllm/") == 2
+        assert check["code"].count(f"build/vllm/{tree}/vllm/") == 2

@@ -89,6 +89,16 @@ def test_decode_equals_prefill(stress, calm):
     assert mismatches(stress.asked[:3], stress.done[:3], alone) == 0
 
 
+def test_a_prompt_of_many_slices_beside_others_in_one_has_the_same_bits(stress, case):
+    roomy = {"max_num_batched_tokens": 1024, "max_num_seqs": 16, "kv_blocks": 128}
+    with start(case, **roomy, prefix_caching=False, slice_tokens=40) as engine:
+        scores = engine.score(whole(stress.asked, stress.done))
+        fired = engine.stats()
+    assert mismatches(stress.asked, stress.done, scores) == 0
+    longer = sum(len(r.prompt) + 24 > 40 for r in stress.asked)
+    assert 0 < longer < len(stress.asked) and fired["split_mid_prompt"] >= longer
+
+
 def test_every_hazard_fired(stress):
     names = (
         "split_mid_prompt split_mid_block mixed_steps prefix_hit_tokens preempted resumed "
