@@ -76,6 +76,7 @@ def test_a_pass_has_fewer_tokens_where_layers_leave_no_room(monkeypatch):
     assert few * (1_519_360 + 36 * 150_000) == pytest.approx(24 << 30, rel=0.02)
     assert stages.micro_tokens(recipes.load("qwen3-tiny")) == 512
     # With Adam's moments such a model fills the chip, and a step that trains has less room.
+    assert recipe.optimizer == "adam"
     assert stages.rl_alone(recipe)
     assert stages.micro_tokens(recipe, training=True) == pytest.approx(few / 4, abs=1)
 
@@ -85,7 +86,10 @@ def test_an_rl_run_is_alone_where_its_parameters_fill_the_chip(monkeypatch):
     assert not stages.rl_alone(recipes.load("qwen3-8b-full-h200"))  # does not train
     assert not stages.rl_alone(recipes.load("qwen3.5-tiny"))
     deep = recipes.load("qwen3.5-9b-h200")
-    assert stages.rl_alone(deep)
+    assert not stages.rl_alone(deep)  # does not train either
+    settings = recipes.load("qwen3.5-tiny").data["rl"] | {"optimizer": "sgd"}
+    monkeypatch.setitem(deep.data, "rl", settings)
+    assert deep.optimizer == "sgd" and stages.rl_alone(deep)
     count = memory.parameters(deep.config, qk_norm=False)
     assert memory.rl_bytes(deep.config, "sgd") == 12 * count
     assert memory.rl_bytes(deep.config, "adam") == 20 * count
