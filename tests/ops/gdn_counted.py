@@ -2,9 +2,9 @@
 
 A program of its own because TRITON_INTERPRET counts when a kernel is defined. fp16 takes the place
 of bf16, which the interpreter multiplies wrongly: it is as wide. Bytes are distinct addresses of
-floating-point elements and of the narrow integers of a state in each launch. Prints, for each path,
-what one chunk adds, and the error of the outputs against float64: what was counted did compute
-them.
+floating-point elements and of the integers of a state in each launch, not of tables. Prints, for
+each path, what one chunk adds, and the error of the outputs against float64: what was counted did
+compute them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ SCALE = 0.3
 count: Counter[str] = Counter()
 touched: dict[str, list[np.ndarray]] = {"read": [], "written": []}
 _inside = [True]
+_words = range(0)  # addresses of a state's ties, which kernels read as int32, as they do tables
 
 
 def observe() -> None:
@@ -45,10 +46,13 @@ def observe() -> None:
 
     def touch(what, pointers, mask):
         kind = pointers.get_element_ty()
-        if kind.is_floating() or kind.primitive_bitwidth < 32:
-            width = kind.primitive_bitwidth // 8
-            live = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
-            touched[what].append(live.astype(np.int64) * 8 + width)
+        width = kind.primitive_bitwidth // 8
+        live = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
+        live = live.astype(np.int64)
+        if not kind.is_floating() and width == 4:
+            live = live[(live >= _words.start) & (live < _words.stop)]
+        if kind.is_floating() or width <= 4:
+            touched[what].append(live * 8 + width)
 
     def counted_load(self, pointers, mask, *rest, **named):
         touch("read", pointers, mask)
@@ -132,6 +136,10 @@ def decode(schedule: str) -> tuple[Counter[str], float]:
         if dtype.is_floating_point:
             state[-1].fill_(torch.nan)
     state[0].normal_()
+    if schedule == "chunk_row":
+        global _words
+        ties = state[2]
+        _words = range(ties.data_ptr(), ties.data_ptr() + ties.nbytes)
     wanted, _ = oracle.recurrence(rows, [0, CHUNK], SCALE, state[0].clone())
     slots, outputs = torch.zeros(1, dtype=torch.int32), []
     count.clear()
