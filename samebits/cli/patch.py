@@ -185,11 +185,19 @@ def check(
     upstreams: Upstreams = None,
     as_json: Json = False,
 ) -> None:
-    """Check lists, headers, blob ids, re-export and tree ids."""
+    """Check lists, headers, blob ids, re-export and tree ids.
+
+    One line says what was checked where nothing is found; with --json findings alone.
+    """
     workspace = _workspace(context)
-    found = [f for pin in _selected(workspace, upstreams) for f in checking.check(workspace, pin)]
+    chosen = _selected(workspace, upstreams)
+    found = [f for pin in chosen for f in checking.check(workspace, pin)]
     _print_findings(found, as_json)
     checking.raise_for(workspace, found)
+    if not as_json:
+        several = [Series(workspace, pin.name) for pin in chosen]
+        counts = [f"{s.upstream} (patches {len(s.order)}, trees {len(s.models)})" for s in several]
+        print(f"as recorded: {', '.join(counts)}")
 
 
 @app.command()

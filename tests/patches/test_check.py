@@ -59,6 +59,15 @@ def test_lists_that_do_not_fit(project: Project, order, series, said):
     assert said in done.out
 
 
+def test_what_was_checked_is_counted_where_nothing_is_found(project: Project):
+    done = project.run("check", "toy")
+    trees = len(list((project.patches / "series").iterdir()))
+    patches = len((project.patches / "order").read_text().split())
+    assert done.code == 0
+    assert f"as recorded: toy (patches {patches}, trees {trees})" in done.out
+    assert project.run("check", "toy", "--json").out.strip() == "[]"
+
+
 def test_header_edited_by_hand(project: Project):
     file = project.patches / PATCH
     file.write_text(file.read_text().replace("Cost: not measured", "Cost: none at all"))
