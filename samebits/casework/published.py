@@ -333,10 +333,11 @@ def dimensions(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     share = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
     values["partial_rotary_factor"] = share
     values["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
-    if values.get("full_attention_interval") is None:
-        values["full_attention_interval"] = _interval(
-            config.get("layer_types"), config.get("num_hidden_layers"), path
-        )
+    listed = _interval(config.get("layer_types"), config.get("num_hidden_layers"), path)
+    stated = values.get("full_attention_interval")
+    if None not in (listed, stated) and listed != stated:
+        raise _bad(path, f"full_attention_interval {stated}, and {listed} by layer_types")
+    values["full_attention_interval"] = listed if stated is None else stated
     for name in ("bos_token_id", "eos_token_id"):
         first = values.get(name)
         values[name] = first[0] if isinstance(first, list) and first else first

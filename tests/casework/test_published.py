@@ -163,6 +163,19 @@ def test_an_irregular_interval_is_refused(published, hybrid):
         reading.dimensions(json.loads(path.read_text()), path)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        (["sparse", *["linear_attention"] * 2, "full_attention"], "regular interval"),
+        (["linear_attention", "full_attention"] * 2, "full_attention_interval 4, and 2 by"),
+    ],
+)
+def test_layer_types_are_read_beside_a_stated_interval(published, hybrid, kinds, said):
+    path = published(hybrid, layer_types=kinds, num_hidden_layers=4, full_attention_interval=4)
+    with pytest.raises(Refused, match=said):
+        reading.dimensions(json.loads(path.read_text()), path)
+
+
 def test_other_dimensions_than_published_are_named(published):
     path = published()
     config = reading.read(path)
