@@ -9,9 +9,8 @@ FLOPs     2 for each multiply-add of a product, a recurrence or a step of the in
           kernels execute them; single products and sums, exp2 and addresses are left out. Prefill
           and training compute whole tiles on the GPU, decoding the rows and columns of `cpu.py`.
 bytes     of `ops/gdn/triton*.py`: each element that a launch reads or writes counts once for that
-          launch, however often it is touched. Lengths are whole chunks; what a sequence pays once
-          (its first and last state) is left out. Sums of dq and dk over the value heads of a key
-          head, made by torch, are left out as well.
+          launch, however often it is touched. Lengths are whole chunks; what a sequence or a
+          segment of it pays once (first and last states) is left out.
 native    has no kernel here. chunk: the usual chunk form by w = T (beta exp2(gamma) k) and T (beta
           v), with the T of the other two; its backward is taken to be theirs. Recurrent: one token
           with the state read and written in place.
@@ -154,21 +153,26 @@ def _recur(of: Layer) -> Cost:
     return Cost(3 * c * of.square, read, 2 * c * v)
 
 
+def _inner(of: Layer) -> Cost:
+    """What outputs give to the gradient of u inside of a chunk."""
+    c, v = of.chunk, of.value_dim
+    scores = c * c * of.key_dim * of.tiles(tiles.INNER.columns)
+    return Cost(scores + c * c * v, 4 * c * of.keys + 2 * c * v + 4 * c, 2 * c * v)
+
+
 def _reverse(of: Layer) -> Cost:
     """Gradients of the boundary states and of R, last chunk first."""
     c, v = of.chunk, of.value_dim
-    read = 4 * c * of.keys + 2 * c * v + 8 * c + 2 * c * c
-    scores = c * c * of.key_dim * of.tiles(tiles.REVERSE.columns)
-    work = 3 * c * of.square + scores + 2 * c * c * v
-    return Cost(work, read, 2 * of.square + 2 * c * v)
+    read = 4 * c * of.keys + 4 * c * v + 12 * c + 2 * c * c
+    return Cost(3 * c * of.square + c * c * v, read, 2 * of.square + 2 * c * v)
 
 
 def _gradients(of: Layer) -> Cost:
-    """Gradients of the operands; those of q and k in fp32 for each value head."""
+    """Gradients of the operands."""
     c, k, v = of.chunk, of.key_dim, of.value_dim
-    read = 4 * c * of.keys + 8 * c * v + 8 * c + 4 * of.square
-    work = 3 * c * of.square + c * c * (6 * k + 2 * v)
-    return Cost(work, read, 2 * c * v + 8 * c + 8 * c * k)
+    read = 4 * c * of.keys + 8 * c * v + 16 * c + 4 * of.square
+    work = 3 * c * of.square + c * c * (4 * k + 2 * v)
+    return Cost(work, read, 2 * c * v + 8 * c + 4 * c * of.keys)
 
 
 def prefill(form: str, of: Layer) -> Cost:
@@ -185,9 +189,8 @@ def prefill(form: str, of: Layer) -> Cost:
 
 
 def train(form: str, of: Layer) -> Cost:
-    """`prefill`, and a backward that computes boundary states, T and u again."""
-    again = _prepare(of) + _scan(of, raw=False)
-    backward = again + _reverse(of) + _gradients(of)
+    """`prefill`, and a backward that computes boundary states and u again."""
+    backward = _scan(of, raw=False) + _inner(of) + _reverse(of) + _gradients(of)
     return prefill(form, of) + backward.times(1 / of.chunk)
 
 

@@ -26,6 +26,7 @@ from samebits.ops.gdn import (
     triton_decode,
     triton_inverse,
     triton_parts,
+    triton_segments,
 )
 
 # Two tiles of columns or more in every kernel that has them.
@@ -99,7 +100,7 @@ def observe() -> None:
 
     folded = triton_parts.fold
     triton_parts.fold = fold
-    for module in (triton_parts, triton_inverse, triton_decode, triton_backward):
+    for module in (triton_parts, triton_inverse, triton_decode):
         module.exp2_32 = outside(module.exp2_32)
 
 
@@ -113,13 +114,15 @@ def chunks(what: str, raw: bool, number: int) -> tuple[Counter[str], float]:
     rows = operands(number * CHUNK)
     starts = torch.tensor([0, number * CHUNK])
     count.clear()
+    h, at = triton_chunk.whole_sequences(rows[2], KEY, None, starts)
+    o, work = triton_chunk.forward(*rows, [h], at, SCALE, raw)
     if what == "prefill":
-        h, at = triton_chunk.whole_sequences(rows[2], KEY, None, starts)
-        o, _ = triton_chunk.forward(*rows, [h], at, SCALE, raw)
         wanted, _ = oracle.recurrence(rows, starts.tolist(), SCALE)
         return count.copy(), interpreted.error(o, wanted)
     grad = torch.randn(rows[2].shape).half()
-    found = triton_backward.gradients(*rows, None, starts, SCALE, grad)
+    kept = triton_segments.keep(work, at, len(grad))
+    count.clear()
+    found = triton_backward.gradients(*rows[:3], kept, None, at.starts, SCALE, grad)
     leaves = [x.double().requires_grad_() for x in rows]
     o, _ = oracle.recurrence(leaves, starts.tolist(), SCALE)
     wanted = torch.autograd.grad(o, leaves, grad.double())

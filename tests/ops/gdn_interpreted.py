@@ -24,6 +24,7 @@ from samebits.ops.gated_rms_norm import triton_backward as gated_backward
 from samebits.ops.gdn import (
     oracle,
     reference,
+    tiles_sm90,
     triton,
     triton_backward,
     triton_chunk,
@@ -345,6 +346,7 @@ def main() -> None:
         name = f"convolution's gradients, {taps} taps, {len(lengths)} sequences"
         found[name] = convolution_gradients(lengths, 20, taps, exact)
     chunks_of(8, 4)
+    tiles_sm90.SEGMENT = 2
     for schedule in gdn.SCHEDULES:
         found[f"varlen {schedule}"] = varlen(schedule, [21, 0, 16], 2, 4, 32, 64)
         found[f"steps {schedule}"] = steps(schedule)

@@ -23,6 +23,8 @@ from samebits.ops.gated_rms_norm import triton_backward as gated_backward
 from samebits.ops.gdn import (
     gluon_chain,
     gluon_decode,
+    gluon_gradients,
+    gluon_reverse,
     gluon_rows,
     triton_backward,
     triton_chunk,
@@ -30,6 +32,7 @@ from samebits.ops.gdn import (
     triton_decode_cpr,
     triton_inverse,
     triton_scan,
+    triton_segments,
 )
 from samebits.ops.gdn_gate import triton as gdn_gate
 from samebits.ops.l2_norm import triton as l2_norm
@@ -71,12 +74,24 @@ def test_interpreted(errors, check):
     assert all(error <= TOLERANCE for error in errors[check].values()), errors[check]
 
 
+def train(rows, starts, raw):
+    """All launches of a forward and its backward; kernels may be stand-ins that compute nothing."""
+    q, k, v = rows[:3]
+    h, at = triton_chunk.whole_sequences(v, k.shape[2], None, starts)
+    _, work = triton_chunk.forward(*rows, [h], at, 0.1, raw)
+    first, origin = triton_segments.cut(at, len(v), *v.shape[1:])
+    states = work.entry[: len(first) - 1]
+    kept = triton_segments.Kept(work.rows, work.t, at.places, at.base, states, first, origin)
+    triton_backward.gradients(q, k, v, kept, None, at.starts, 0.1, v)
+
+
 def launches():
     """(kernel, arguments) of every launch on operands of head size 128, of chunk_row of all."""
     modules = (
         triton_inverse, triton_scan, gluon_chain, triton_chunk, gluon_rows, triton_decode,
-        gluon_decode, triton_decode_cpr, triton_backward, conv1d, l2_norm, gdn_gate,
-        gated_rms_norm, conv1d_backward, gated_backward, l2_backward, sums_backward,
+        gluon_decode, triton_decode_cpr, triton_segments, triton_backward, gluon_reverse,
+        gluon_gradients, conv1d, l2_norm, gdn_gate, gated_rms_norm, conv1d_backward,
+        gated_backward, l2_backward, sums_backward,
     )  # fmt: skip
     tokens, key_heads, heads, size = 130, 1, 2, 128
     k = torch.zeros(tokens, key_heads, size, dtype=torch.bfloat16)
@@ -90,8 +105,7 @@ def launches():
             raw = schedule == "cpr"
             at = triton_chunk.steps(starts, context, slots, tokens)
             triton_chunk.forward(k, k, v, g, g, state, at, 0.1, raw)
-            h, at = triton_chunk.whole_sequences(v, size, None, starts)
-            triton_chunk.forward(k, k, v, g, g, [h], at, 0.1, raw)
+            train((k, k, v, g, g), starts, raw)
             for count in (1, tokens):  # few rows take smaller programs
                 rows = [x[:count] for x in (k, k, v, g, g)]
                 table = torch.zeros(count, dtype=torch.int32)
@@ -104,7 +118,7 @@ def launches():
             triton_chunk.forward(*narrow, g, g, state, at, 0.1, False)
             row = [x[:1] for x in (*narrow, g, g)]
             triton_decode.step(*row, state, at.slots, at.context, 0.1, False)
-        triton_backward.gradients(k, k, v, g, g, None, starts, 0.1, v)
+            train((*narrow, g, g), starts, False)
         flat, one = v.reshape(tokens, -1), torch.zeros(1, 3, heads * size).bfloat16()
         weight = torch.zeros(heads * size, 4).bfloat16()
         conv1d.launch(flat, weight, one, slots, starts, context, size)
@@ -146,7 +160,11 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "gdn.gluon_decode._state",
         "gdn.triton_decode._close",
         "gdn.triton_decode_cpr._recur_row",
+        "gdn.triton_segments._cut",
+        "gdn.triton_backward._inner",
         "gdn.triton_backward._reverse",
+        "gdn.gluon_reverse._reverse",
+        "gdn.gluon_gradients._gradients",
         "gdn.triton_backward._gradients",
         "conv1d.triton._rows",
         "conv1d.triton._shift",

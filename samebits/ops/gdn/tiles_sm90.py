@@ -32,8 +32,10 @@ ROWS = Tile(columns=128, warps=4)
 RECUR = Tile(columns=32, warps=4)
 DECODE_CLOSE = Tile(columns=32, warps=4)
 DECODE_RECUR = Tile(columns=32, warps=4)
+INNER = Tile(columns=128, warps=4)
 REVERSE = Tile(columns=32, warps=4)
-GRADIENTS = Tile(columns=32, warps=8)
+GRADIENTS = Tile(columns=32, warps=4)
+SEGMENT = 8  # chunks at least between two states that training keeps
 TABLE = 128  # sequences that the first pass looks at together
 PROCESSORS = 132
 CLOSING = 3 * PROCESSORS  # programs that close chunks
@@ -54,3 +56,15 @@ def chain(chains: int, size: int) -> Tile:
     where each of its programs has a processor to itself."""
     alone = chains * (size // 64) <= PROCESSORS
     return Tile(columns=64, warps=4, stages=3 if alone else 2)
+
+
+def segment(chunks: int, heads: int, size: int) -> int:
+    """Chunks between two states that training keeps: the backward goes through the pieces side by
+    side, a few programs for each processor."""
+    return max(SEGMENT, chunks * heads * (size // 64) // (4 * PROCESSORS))
+
+
+def reverse(chains: int, size: int) -> Tile:
+    """Of the backward's serial pass in Gluon: a stage is 56 KiB, so three leave room for nothing
+    else."""
+    return chain(chains, size)

@@ -21,6 +21,7 @@ from samebits.ops.gdn import SCHEDULES, state_spec
 from samebits.ops.gdn import triton_backward as backward
 from samebits.ops.gdn import triton_chunk as chunk
 from samebits.ops.gdn import triton_decode as decoding
+from samebits.ops.gdn import triton_segments as segments
 
 SIZES = (32, 64, 128)
 
@@ -89,7 +90,8 @@ def varlen(
 ) -> torch.Tensor:
     """`gdn.varlen`: packed sequences from phase 0, differentiable as there.
 
-    The backward of both schedules is that of the chunk form, from boundary states computed again.
+    The backward of both schedules is that of the chunk form, from boundary states computed again
+    between those kept.
     """
     _check(q, k, v, g, beta, schedule)
     if initial_state is not None:
@@ -106,19 +108,23 @@ class Varlen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, g, beta, initial_state, starts, scale, raw):
-        """o [T, HV, V]; only the operands are kept for the backward."""
-        ctx.save_for_backward(q, k, v, g, beta, initial_state, starts)
-        ctx.scale = scale
+        """o [T, HV, V]; for the backward the operands are kept and what `segments.Kept` lists."""
         h, at = chunk.whole_sequences(v, k.shape[2], initial_state, starts)
-        return chunk.forward(q, k, v, g, beta, [h], at, scale, raw)[0]
+        o, work = chunk.forward(q, k, v, g, beta, [h], at, scale, raw)
+        if any(ctx.needs_input_grad):
+            kept = segments.keep(work, at, len(v))
+            ctx.save_for_backward(q, k, v, initial_state, at.starts, *vars(kept).values())
+        ctx.scale = scale
+        return o
 
     @staticmethod
     def backward(ctx, grad):
         """Gradients of the tensor operands; None for the rest."""
-        q, k, v, g, beta, initial_state, starts = ctx.saved_tensors
+        q, k, v, initial_state, starts, *kept = ctx.saved_tensors
         found = backward.gradients(
-            q, k, v, g, beta, initial_state, starts, ctx.scale, grad.to(v.dtype).contiguous()
-        )
+            q, k, v, segments.Kept(*kept), initial_state, starts, ctx.scale,
+            grad.to(v.dtype).contiguous(),
+        )  # fmt: skip
         return *found, None, None, None
 
 

@@ -238,18 +238,15 @@ def boundaries(
     `state_spec` lists. Also returns fp32 rows [R, HV, BLOCK, CHUNK] of blocks that stay open.
     """
     tokens, key_heads, key_size = k.shape
-    heads, size = v.shape[1:]
+    heads = v.shape[1]
     chunks, sequences = len(at.places), len(at.slots)
     is_open = len(state) > 1
     rows = g.new_empty((chunks, heads, 4, CHUNK))
     t = k.new_empty((chunks, heads, CHUNK, CHUNK))
-    u = k.new_empty((0 if raw else chunks, heads, size, CHUNK))
-    entry = (g if raw else k).new_empty((chunks, heads, size, key_size))
     x = g.new_empty((sequences if is_open else 0, heads, BLOCK, CHUNK))
     near = g.new_empty((chunks, heads, CHUNK, BLOCK))
     far = torch.empty_like(near)
-    planes, others = named(state, raw)
-    running, old_g, old_beta, old_k, old_rows, old_x, old_t = others
+    _, old_g, old_beta, old_k, _, old_x, old_t = named(state, raw)[1]
     shape = {"HK": key_heads, "HV": heads, "K": key_size, "CHUNK": CHUNK, "OPEN": is_open}
     tile = tiles.BEGIN
     inverse._begin[(chunks, triton.cdiv(heads, tile.heads))](
@@ -267,22 +264,45 @@ def boundaries(
         HV=heads, CHUNK=CHUNK, BLOCK=BLOCK, OPEN=is_open and not raw,
         num_warps=tiles.SOLVE.warps, **CHAINED, **gpu.POLICY,
     )  # fmt: skip
-    tables = (at.base, at.starts, at.context, at.slots)
+    u, entry = chain(k, v, rows, t, state, (at.base, at.starts, at.context, at.slots), raw)
+    return Work(rows, t, u, entry), x
+
+
+def chain(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
+    t: torch.Tensor,
+    state: Sequence[torch.Tensor],
+    tables: tuple[torch.Tensor, ...],
+    raw: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """u and entry of `Work`, chunk after chunk; boundary states in `state` move on.
+
+    tables   base, starts, context, slots of `Steps`, of sequences or of whole chunks cut from them
+    """
+    key_heads, key_size = k.shape[1:]
+    heads, size = v.shape[1:]
+    chunks, sequences = len(t), len(tables[3])
+    u = k.new_empty((0 if raw else chunks, heads, size, CHUNK))
+    entry = (rows if raw else k).new_empty((chunks, heads, size, key_size))
+    planes, (running, _, _, old_k, old_rows, _, _) = named(state, raw)
     operands = (k, v, rows, t, entry if raw else u, entry)
     columns = tiles.ODD.fitted(size)
 
     def odd(last: bool) -> None:
         scan._odd[(size // columns, heads, sequences)](
             *operands, *tables, *strided([*planes, old_k, old_rows, running]),
-            **shape, V=size, COLUMNS=columns, LAST=last, RAW=raw, SPLIT=split(planes),
+            HK=key_heads, HV=heads, K=key_size, V=size, CHUNK=CHUNK, COLUMNS=columns,
+            LAST=last, OPEN=len(state) > 1, RAW=raw, SPLIT=split(planes),
             num_warps=tiles.ODD.warps, **CHAINED, **gpu.POLICY,
         )  # fmt: skip
 
-    if is_open:
+    if len(state) > 1:
         odd(last=False)
     scan.whole(*operands, planes, tables, raw)
     odd(last=True)
-    return Work(rows, t, u, entry), x
+    return u, entry
 
 
 Planes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

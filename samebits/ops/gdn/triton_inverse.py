@@ -15,6 +15,35 @@ from samebits.ops.device import exp2_32
 from samebits.ops.gdn.triton_parts import ON_CHIP, decays, follow, load_keys, next_gamma, place
 
 
+@triton.jit
+def located(
+    piece, note, sequences, starts_ptr, context_ptr, base_ptr,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """Where a piece of SIZE rows, whole chunks, lies among those of all sequences: its sequence
+    (their number: behind the last piece), the pieces before that sequence, the pieces of all.
+
+    `note`: the first piece of each sequence but the first is stored at base_ptr + 1.
+    """
+    count = 0
+    base = 0
+    done = 0
+    for from_ in tl.range(0, sequences, TABLE):
+        s = from_ + tl.arange(0, TABLE)
+        live = s < sequences
+        start = tl.load(starts_ptr + s, mask=live, other=0)
+        end = tl.load(starts_ptr + s + 1, mask=live, other=0)
+        phase = tl.load(context_ptr + s, mask=live, other=0) % CHUNK
+        length = tl.where(end > start, (phase + end - start + SIZE - 1) // SIZE, 0)
+        ends = done + tl.cumsum(length, 0)
+        tl.store(base_ptr + 1 + s, ends, mask=live & note)
+        passed = live & (ends <= piece)
+        count += tl.sum(passed.to(tl.int32), 0)
+        base = tl.maximum(base, tl.max(tl.where(passed, ends, 0), 0))
+        done = tl.max(ends, 0)
+    return count, base, done
+
+
 @triton.jit(do_not_specialize=["sequences", "tokens"])  # one kernel for all: it compiles for long
 def _begin(
     g_ptr, beta_ptr, rows_ptr, places_ptr, base_ptr, starts_ptr, context_ptr, slots_ptr,
@@ -31,23 +60,10 @@ def _begin(
         tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
     part = tl.program_id(1)
-    count = 0
-    base = 0
-    done = 0
-    for from_ in tl.range(0, sequences, TABLE):
-        s = from_ + tl.arange(0, TABLE)
-        live = s < sequences
-        start = tl.load(starts_ptr + s, mask=live, other=0)
-        end = tl.load(starts_ptr + s + 1, mask=live, other=0)
-        phase = tl.load(context_ptr + s, mask=live, other=0) % CHUNK
-        length = tl.where(end > start, (phase + end - start + CHUNK - 1) // CHUNK, 0)
-        ends = done + tl.cumsum(length, 0)
-        if (chunk == 0) & (part == 0):
-            tl.store(base_ptr + 1 + s, ends, mask=live)
-        passed = live & (ends <= chunk)
-        count += tl.sum(passed.to(tl.int32), 0)
-        base = tl.maximum(base, tl.max(tl.where(passed, ends, 0), 0))
-        done = tl.max(ends, 0)
+    count, base, done = located(
+        chunk, (chunk == 0) & (part == 0), sequences, starts_ptr, context_ptr, base_ptr,
+        CHUNK, CHUNK, TABLE,
+    )  # fmt: skip
     known = count < sequences
     start = tl.load(starts_ptr + count, mask=known, other=0)
     end = tl.load(starts_ptr + count + 1, mask=known, other=0)

@@ -49,8 +49,8 @@ def load_keys(
     i = tl.arange(0, CHUNK)
     d = tl.arange(0, K)
     inside = (i >= low) & (i < high)
-    at = ((first + i).to(tl.int64) * HK + head) * K
-    kt = tl.load(k_ptr + at[None, :] + d[:, None], mask=inside[None, :], other=0.0)
+    k_at = k_ptr + (first.to(tl.int64) * HK + head) * K
+    kt = tl.load(k_at + (i * (HK * K))[None, :] + d[:, None], mask=inside[None, :], other=0.0)
     if OPEN:
         kt = tl.where((i < low)[None, :], kept_keys(old_at, low, K, CHUNK), kt)
     return kt
@@ -74,8 +74,9 @@ def load_rows(
     """Columns of x [T, H, N] at a chunk's rows [CHUNK, columns], zero outside of its rows."""
     i = tl.arange(0, CHUNK)
     inside = (i >= low) & (i < high)
-    at = ((first + i).to(tl.int64) * H + head) * N
-    x = tl.load(x_ptr + at[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
+    x_at = x_ptr + (first.to(tl.int64) * H + head) * N
+    at = (i * (H * N))[:, None] + columns[None, :]
+    x = tl.load(x_at + at, mask=inside[:, None], other=0.0)
     if OPEN:
         older = (i < low)[:, None]
         old = tl.load(old_at + i[:, None] * N + columns[None, :], mask=older, other=0.0)
