@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 import compiled_sm90
 
+from samebits.errors import Refused
 from samebits.ops import gdn, gpu, sums_backward
 from samebits.ops.conv1d import triton as conv1d
 from samebits.ops.conv1d import triton_backward as conv1d_backward
@@ -22,6 +23,7 @@ from samebits.ops.gated_rms_norm import triton as gated_rms_norm
 from samebits.ops.gated_rms_norm import triton_backward as gated_backward
 from samebits.ops.gdn import (
     gluon_chain,
+    gluon_close,
     gluon_decode,
     gluon_rows,
     triton_backward,
@@ -71,11 +73,20 @@ def test_interpreted(errors, check):
     assert all(error <= TOLERANCE for error in errors[check].values()), errors[check]
 
 
+@pytest.mark.parametrize(("slot", "begin"), [(64 * 64 + 4, 0), (64 * 64 + 8, 1)])
+def test_slots_that_bulk_copies_cannot_reach_are_refused(slot, begin):
+    room = torch.zeros(2 * slot + 8, dtype=torch.bfloat16)
+    state = room[begin:].as_strided((2, 1, 64, 64), (slot, 64 * 64, 64, 1))
+    with pytest.raises(Refused) as refused:
+        gluon_close.pieces(state, 64, 64)
+    assert refused.value.error_id == "SB0482"
+
+
 def launches():
     """(kernel, arguments) of every launch on operands of head size 128, of chunk_row of all."""
     modules = (
         triton_inverse, triton_scan, gluon_chain, triton_chunk, gluon_rows, triton_decode,
-        gluon_decode, triton_decode_cpr, triton_backward, conv1d, l2_norm, gdn_gate,
+        gluon_close, gluon_decode, triton_decode_cpr, triton_backward, conv1d, l2_norm, gdn_gate,
         gated_rms_norm, conv1d_backward, gated_backward, l2_backward, sums_backward,
     )  # fmt: skip
     tokens, key_heads, heads, size = 130, 1, 2, 128
@@ -143,6 +154,7 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "gdn.triton_chunk._recur",
         "gdn.triton_chunk._save",
         "gdn.triton_decode._row",
+        "gdn.gluon_close._close",
         "gdn.gluon_decode._state",
         "gdn.triton_decode._close",
         "gdn.triton_decode_cpr._recur_row",
