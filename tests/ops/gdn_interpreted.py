@@ -239,7 +239,8 @@ def convolution() -> Errors:
         full = torch.nn.functional.conv1d(padded, weight.double()[:, None], groups=20)
         return torch.nn.functional.silu(full[0].T)
 
-    packed = torch.cat(conv1d.packed(x, weight, torch.tensor([0, 0, 12, 14, 14]).int(), 12), 1)
+    place, _ = conv1d.places(torch.tensor([0, 0, 12, 14, 14]).int(), 14, 4)
+    packed = torch.cat(conv1d.packed(x, weight, place, 12), 1)
     return single_rows(x, weight, law(x)) | {
         "packed": error(packed, torch.cat([law(x[:12]), law(x[12:])])),
         "y": error(torch.cat(outputs), law(x[:12])),
@@ -273,9 +274,9 @@ def convolution_gradients(lengths: list[int], channels: int, taps: int, exact: i
     x = torch.full((tokens, channels + 9), torch.nan)[:, 4 : 4 + channels]
     x.copy_(torch.randn(x.shape))
     weight, grad = torch.randn(channels, taps), torch.randn(tokens, channels)
-    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    place, _ = conv1d.places(torch.tensor([0, *lengths]).cumsum(0).int(), tokens, taps)
     parts = grad[:, :exact].contiguous(), grad[:, exact:].contiguous()
-    found = conv1d_backward.gradients(x, weight, starts, *parts)
+    found = conv1d_backward.gradients(x, weight, place, *parts)
     leaves = [t.double().requires_grad_() for t in (x, weight)]
     rows = []
     for part in leaves[0].split(lengths):

@@ -120,10 +120,11 @@ def launches():
         weight = torch.zeros(heads * size, 4).bfloat16()
         conv1d.launch(flat, weight, one, slots, starts, context, size)
         conv1d.launch(flat[:1], weight, one, slots, starts, context, size)
-        conv1d.packed(flat, weight, starts.int(), size)
+        place, _ = conv1d.places(starts.int(), tokens, 4)
+        conv1d.packed(flat, weight, place, size)
         wide = torch.zeros(tokens, size)
         part = torch.zeros(tokens, (heads - 1) * size).bfloat16()
-        conv1d_backward.gradients(flat, weight, starts.int(), wide, part)
+        conv1d_backward.gradients(flat, weight, place, wide, part)
         l2_norm.launch(k.float(), 1e-6, torch.bfloat16)
         for x in (v, v.float()):
             gated_rms_norm.launch(x, v, torch.zeros(size).bfloat16(), 1e-6)
@@ -163,7 +164,7 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "conv1d.triton._rows",
         "conv1d.triton._shift",
         "conv1d.triton._steps",
-        "conv1d.triton_backward._places",
+        "conv1d.triton._places",
         "conv1d.triton_backward._gradients",
         "sums_backward._sum",
         "l2_norm.triton._kernel",
