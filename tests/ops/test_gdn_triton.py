@@ -45,12 +45,15 @@ CHECKS = {
         *("y", "fresh", "window", "packed", "single rows", "window of single rows"),
     },
     **{
-        f"convolution's gradients, {taps} taps, {count} sequences": {"x", "weight"}
-        for taps, count in ((4, 8), (4, 1), (2, 3), (1, 2))
+        f"convolution's gradients, {taps} taps, {count} sequences, {behind} behind": {"x", "weight"}
+        for taps, count, behind in (
+            *((4, 8, 0), (4, 1, 0), (2, 3, 0), (1, 2, 0)),
+            *((4, 2, 11), (2, 1, 2)),
+        )
     },
     "elements": {
         *("l2", "l2 of heads", "gated", "gated of heads", "g", "beta", "gradient of l2"),
-        *(f"gradient of gated in {x}" for x in "xzw"),
+        *(f"gradient of gated in {x}{eps}" for x in "xzw" for eps in ("", ", eps 0")),
     },
     "varlen chunk_row": OUTPUTS | GRADIENTS,
     "varlen cpr": OUTPUTS,

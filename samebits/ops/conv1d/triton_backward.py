@@ -26,6 +26,20 @@ WARPS = 2
 
 
 @triton.jit
+def _row(
+    x_ptr, x_row, wide_ptr, y_ptr, place_ptr, row, T, c, inside, unrounded, rounded, exact, C
+):  # fmt: skip
+    """x and the gradient of y of one row, fp32, and its place: -1 and zeros without a sequence."""
+    here = row < T
+    place = tl.load(place_ptr + row, mask=here, other=-1)
+    x = tl.load(x_ptr + row * x_row + c, mask=inside & here, other=0.0).to(tl.float32)
+    wide = tl.load(wide_ptr + row * exact + c, mask=unrounded & here, other=0.0)
+    y = tl.load(y_ptr + row * (C - exact) + c - exact, mask=rounded & here, other=0.0)
+    grad = wide + y.to(tl.float32)
+    return tl.where(place >= 0, x, 0.0), tl.where(place >= 0, grad, 0.0), place
+
+
+@triton.jit
 def _slope(x, grad, place, before, weight, W: tl.constexpr):
     """(d, the row's x by lag) of one row; `before` are the rows above it, the nearest first."""
     seen = lagged(x, place, before, W)
@@ -63,20 +77,19 @@ def _gradients(
         sums = sums + (tl.zeros((BLOCK,), tl.float32),)
     for lag in tl.static_range(1, W):
         row = first - lag
-        x = tl.load(x_ptr + row * x_row + c, mask=inside & (row >= 0), other=0.0)
-        before = before + (x.to(tl.float32),)
+        old = tl.load(x_ptr + row * x_row + c, mask=inside & (row >= 0), other=0.0)
+        before = before + (old.to(tl.float32),)
         pending = pending + (tl.zeros((BLOCK,), tl.float32),)
     for step in range(0, ROWS, STEP):
         xs, grads, places = (), (), ()
         for i in tl.static_range(0, STEP):  # all loads before any store
-            row = first + step + i
-            here = row < T
-            x = tl.load(x_ptr + row * x_row + c, mask=inside & here, other=0.0)
-            wide = tl.load(wide_ptr + row * exact + c, mask=unrounded & here, other=0.0)
-            y = tl.load(y_ptr + row * (C - exact) + c - exact, mask=rounded & here, other=0.0)
-            xs = xs + (x.to(tl.float32),)
-            grads = grads + (wide + y.to(tl.float32),)
-            places = places + (tl.load(place_ptr + row, mask=here, other=0),)
+            x, grad, place = _row(
+                x_ptr, x_row, wide_ptr, y_ptr, place_ptr, first + step + i, T,
+                c, inside, unrounded, rounded, exact, C,
+            )  # fmt: skip
+            xs = xs + (x,)
+            grads = grads + (grad,)
+            places = places + (place,)
         for i in tl.static_range(0, STEP):
             d, seen = _slope(xs[i], grads[i], places[i], before, weight, W)
             total = ()
@@ -92,12 +105,11 @@ def _gradients(
             pending = found[: W - 1]
     for i in tl.static_range(0, W - 1):  # rows of the next block, which this one's rows went into
         row = first + ROWS + i
-        here = row < T
-        x = tl.load(x_ptr + row * x_row + c, mask=inside & here, other=0.0).to(tl.float32)
-        wide = tl.load(wide_ptr + row * exact + c, mask=unrounded & here, other=0.0)
-        y = tl.load(y_ptr + row * (C - exact) + c - exact, mask=rounded & here, other=0.0)
-        place = tl.load(place_ptr + row, mask=here, other=0)
-        d, seen = _slope(x, wide + y.to(tl.float32), place, before, weight, W)
+        x, grad, place = _row(
+            x_ptr, x_row, wide_ptr, y_ptr, place_ptr, row, T,
+            c, inside, unrounded, rounded, exact, C,
+        )  # fmt: skip
+        d, seen = _slope(x, grad, place, before, weight, W)
         found = _spread(d, place, pending, weight, W)
         done = row - (W - 1)
         dx = found[W - 1].to(dx_ptr.dtype.element_ty)
