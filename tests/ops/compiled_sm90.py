@@ -33,6 +33,12 @@ TYPES = {
     float: "fp32",
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+# Both operands of a product in Triton's intermediate form, and the instructions it becomes.
+PRODUCT = re.compile(
+    r"\b(?:tt\.dot|ttng\.warp_group_dot) .* : ((?:tensor|!ttg\.memdesc)<.*>) \* "
+    r"((?:tensor|!ttg\.memdesc)<.*>) -> "
+)
+MMA = re.compile(r"\b(?:w?g?mma)\.(?:mma_async\.)?sync\b")
 
 
 @dataclass
@@ -68,8 +74,7 @@ def recorded(*modules: ModuleType) -> Iterator[list[Recorder]]:
 def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
     """`kernel` for sm90, down to machine code, with the types of these arguments.
 
-    Every matrix product in it takes K in ascending order. Triton permutes K inside of a tensor
-    core's instructions where an operand comes from a load of bytes, and the sums are others.
+    Every matrix product in it takes K in ascending order (`require_ascending`).
     """
     constants = {p.name for p in kernel.params if p.is_constexpr}
     general = {p.name for p in kernel.params if p.do_not_specialize}
@@ -95,6 +100,26 @@ def compiled(kernel: Any, arguments: dict[str, Any]) -> CompiledKernel:
     form = GluonASTSource if kernel.is_gluon() else ASTSource
     source = form(kernel, signature, constexprs, attrs)
     code = triton.compile(source, target=TARGET, options=options)
-    widths = {int(width) for width in re.findall(r"kWidth = (\d+)", code.asm["ttgir"])}
-    assert widths <= {1, 2}, f"{kernel.__name__}: K by {max(widths)} neighbours"
+    require_ascending(kernel.__name__, code.asm["ttgir"], code.asm["ptx"])
     return code
+
+
+def require_ascending(name: str, ttgir: str, ptx: str) -> None:
+    """Every matrix product of a compiled kernel takes K in ascending order.
+
+    Triton permutes K inside of a tensor core's instructions where an operand in registers comes
+    from a load of bytes (`kWidth` 4 in its layout), and the sums are others. An operand in shared
+    memory lies there by K, and one of a product by fma has a blocked layout: neither has a width.
+    A product of the tensor core that is not seen here is an error as well.
+    """
+    operands = [operand for pair in PRODUCT.findall(ttgir) for operand in pair]
+    on_core = 0
+    for operand in operands:
+        width = re.search(r"kWidth = (\d+)", operand)
+        plain = "#ttg.dot_op" in operand and "parent = #blocked" in operand
+        if width:
+            assert int(width[1]) in (1, 2), f"{name}: K by {width[1]} neighbours"
+        else:
+            assert plain or operand.startswith("!ttg.memdesc"), f"{name}: no width in {operand}"
+        on_core += not plain
+    assert bool(on_core) == bool(MMA.search(ptx)), f"{name}: {on_core} operands of the tensor core"

@@ -240,7 +240,8 @@ def convolution() -> Errors:
         full = torch.nn.functional.conv1d(padded, weight.double()[:, None], groups=20)
         return torch.nn.functional.silu(full[0].T)
 
-    packed = torch.cat(conv1d.packed(x, weight, torch.tensor([0, 0, 12, 14, 14]).int(), 12), 1)
+    place, _ = conv1d.places(torch.tensor([0, 0, 12, 14, 14]).int(), 14, 4)
+    packed = torch.cat(conv1d.packed(x, weight, place, 12), 1)
     return single_rows(x, weight, law(x)) | {
         "packed": error(packed, torch.cat([law(x[:12]), law(x[12:])])),
         "y": error(torch.cat(outputs), law(x[:12])),
@@ -267,24 +268,32 @@ def single_rows(x: torch.Tensor, weight: torch.Tensor, law: torch.Tensor) -> Err
     }
 
 
-def convolution_gradients(lengths: list[int], channels: int, taps: int, exact: int) -> Errors:
-    """Of packed sequences that cut blocks of rows; x lies in a wider tensor of NaN."""
+def convolution_gradients(
+    lengths: list[int], channels: int, taps: int, exact: int, behind: int
+) -> Errors:
+    """Of packed sequences that cut blocks of rows; x lies in a wider tensor of NaN.
+
+    `behind` rows of NaN follow the last sequence.
+    """
     torch.manual_seed(3)
-    tokens = sum(lengths)
+    tokens = sum(lengths) + behind
     x = torch.full((tokens, channels + 9), torch.nan)[:, 4 : 4 + channels]
     x.copy_(torch.randn(x.shape))
     weight, grad = torch.randn(channels, taps), torch.randn(tokens, channels)
-    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    x[tokens - behind :] = grad[tokens - behind :] = torch.nan
+    place, _ = conv1d.places(torch.tensor([0, *lengths]).cumsum(0).int(), tokens, taps)
     parts = grad[:, :exact].contiguous(), grad[:, exact:].contiguous()
-    found = conv1d_backward.gradients(x, weight, starts, *parts)
-    leaves = [t.double().requires_grad_() for t in (x, weight)]
+    found = conv1d_backward.gradients(x, weight, place, *parts)
+    real = slice(tokens - behind)
+    leaves = [t.double().requires_grad_() for t in (x[real], weight)]
     rows = []
     for part in leaves[0].split(lengths):
         padded = torch.cat([part.new_zeros(taps - 1, channels), part])
         acc = sum(padded[j : j + len(part)] * leaves[1][:, j] for j in range(taps))
         rows.append(torch.nn.functional.silu(acc))
-    wanted = torch.autograd.grad(torch.cat(rows), leaves, grad.double())
-    return {name: error(a, b) for name, a, b in zip(("x", "weight"), found, wanted, strict=True)}
+    dx, dweight = torch.autograd.grad(torch.cat(rows), leaves, grad[real].double())
+    dx = torch.cat([dx, dx.new_zeros(behind, channels)])
+    return {"x": error(found[0], dx), "weight": error(found[1], dweight)}
 
 
 def elements() -> Errors:
@@ -326,6 +335,12 @@ def elements() -> Errors:
     wanted = torch.autograd.grad(gated, leaves, grad.double())
     for name, got, want in zip("xzw", grads, wanted, strict=True):
         found[f"gradient of gated in {name}"] = error(got, want)
+    gated = wide / wide.square().mean(-1, keepdim=True).sqrt() * scale
+    gated = gated * torch.nn.functional.silu(gate)
+    grads = gated_backward.gradients(grad, x, z, weight, 0.0)
+    wanted = torch.autograd.grad(gated, leaves, grad.double())
+    for name, got, want in zip("xzw", grads, wanted, strict=True):
+        found[f"gradient of gated in {name}, eps 0"] = error(got, want)
     return found
 
 
@@ -337,14 +352,16 @@ def main() -> None:
     sums_backward.PARTS = 2
     found = {"convolution": convolution(), "elements": elements()}
     conv1d_backward.ROWS, conv1d_backward.BLOCK = 8, 16
-    for taps, exact, lengths in (
-        (4, 7, [3, 0, 1, 1, 9, 2, 0, 12]),
-        (4, 20, [37]),
-        (2, 16, [5, 8, 1]),
-        (1, 0, [9, 4]),
+    for taps, exact, lengths, behind in (
+        (4, 7, [3, 0, 1, 1, 9, 2, 0, 12], 0),
+        (4, 20, [37], 0),
+        (2, 16, [5, 8, 1], 0),
+        (1, 0, [9, 4], 0),
+        (4, 7, [5, 9], 11),
+        (2, 16, [15], 2),
     ):
-        name = f"convolution's gradients, {taps} taps, {len(lengths)} sequences"
-        found[name] = convolution_gradients(lengths, 20, taps, exact)
+        name = f"convolution's gradients, {taps} taps, {len(lengths)} sequences, {behind} behind"
+        found[name] = convolution_gradients(lengths, 20, taps, exact, behind)
     chunks_of(8, 4)
     tiles_sm90.SEGMENT = 2
     for schedule in gdn.SCHEDULES:

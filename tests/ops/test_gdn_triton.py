@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 import compiled_sm90
 
+from samebits.errors import Refused
 from samebits.ops import gdn, gpu, sums_backward
 from samebits.ops.conv1d import triton as conv1d
 from samebits.ops.conv1d import triton_backward as conv1d_backward
@@ -22,6 +23,7 @@ from samebits.ops.gated_rms_norm import triton as gated_rms_norm
 from samebits.ops.gated_rms_norm import triton_backward as gated_backward
 from samebits.ops.gdn import (
     gluon_chain,
+    gluon_close,
     gluon_decode,
     gluon_gradients,
     gluon_reverse,
@@ -46,12 +48,15 @@ CHECKS = {
         *("y", "fresh", "window", "packed", "single rows", "window of single rows"),
     },
     **{
-        f"convolution's gradients, {taps} taps, {count} sequences": {"x", "weight"}
-        for taps, count in ((4, 8), (4, 1), (2, 3), (1, 2))
+        f"convolution's gradients, {taps} taps, {count} sequences, {behind} behind": {"x", "weight"}
+        for taps, count, behind in (
+            *((4, 8, 0), (4, 1, 0), (2, 3, 0), (1, 2, 0)),
+            *((4, 2, 11), (2, 1, 2)),
+        )
     },
     "elements": {
         *("l2", "l2 of heads", "gated", "gated of heads", "g", "beta", "gradient of l2"),
-        *(f"gradient of gated in {x}" for x in "xzw"),
+        *(f"gradient of gated in {x}{eps}" for x in "xzw" for eps in ("", ", eps 0")),
     },
     "varlen chunk_row": OUTPUTS | GRADIENTS,
     "varlen cpr": OUTPUTS,
@@ -85,13 +90,22 @@ def train(rows, starts, raw):
     triton_backward.gradients(q, k, v, kept, None, at.starts, 0.1, v)
 
 
+@pytest.mark.parametrize(("slot", "begin"), [(64 * 64 + 4, 0), (64 * 64 + 8, 1)])
+def test_slots_that_bulk_copies_cannot_reach_are_refused(slot, begin):
+    room = torch.zeros(2 * slot + 8, dtype=torch.bfloat16)
+    state = room[begin:].as_strided((2, 1, 64, 64), (slot, 64 * 64, 64, 1))
+    with pytest.raises(Refused) as refused:
+        gluon_close.pieces(state, 64, 64)
+    assert refused.value.error_id == "SB0482"
+
+
 def launches():
     """(kernel, arguments) of every launch on operands of head size 128, of chunk_row of all."""
     modules = (
         triton_inverse, triton_scan, gluon_chain, triton_chunk, gluon_rows, triton_decode,
-        gluon_decode, triton_decode_cpr, triton_segments, triton_backward, gluon_reverse,
-        gluon_gradients, conv1d, l2_norm, gdn_gate, gated_rms_norm, conv1d_backward,
-        gated_backward, l2_backward, sums_backward,
+        gluon_close, gluon_decode, triton_decode_cpr, triton_segments, triton_backward,
+        gluon_reverse, gluon_gradients, conv1d, l2_norm, gdn_gate, gated_rms_norm,
+        conv1d_backward, gated_backward, l2_backward, sums_backward,
     )  # fmt: skip
     tokens, key_heads, heads, size = 130, 1, 2, 128
     k = torch.zeros(tokens, key_heads, size, dtype=torch.bfloat16)
@@ -123,10 +137,11 @@ def launches():
         weight = torch.zeros(heads * size, 4).bfloat16()
         conv1d.launch(flat, weight, one, slots, starts, context, size)
         conv1d.launch(flat[:1], weight, one, slots, starts, context, size)
-        conv1d.packed(flat, weight, starts.int(), size)
+        place, _ = conv1d.places(starts.int(), tokens, 4)
+        conv1d.packed(flat, weight, place, size)
         wide = torch.zeros(tokens, size)
         part = torch.zeros(tokens, (heads - 1) * size).bfloat16()
-        conv1d_backward.gradients(flat, weight, starts.int(), wide, part)
+        conv1d_backward.gradients(flat, weight, place, wide, part)
         l2_norm.launch(k.float(), 1e-6, torch.bfloat16)
         for x in (v, v.float()):
             gated_rms_norm.launch(x, v, torch.zeros(size).bfloat16(), 1e-6)
@@ -157,6 +172,7 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "gdn.triton_chunk._recur",
         "gdn.triton_chunk._save",
         "gdn.triton_decode._row",
+        "gdn.gluon_close._close",
         "gdn.gluon_decode._state",
         "gdn.triton_decode._close",
         "gdn.triton_decode_cpr._recur_row",
@@ -169,7 +185,7 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "conv1d.triton._rows",
         "conv1d.triton._shift",
         "conv1d.triton._steps",
-        "conv1d.triton_backward._places",
+        "conv1d.triton._places",
         "conv1d.triton_backward._gradients",
         "sums_backward._sum",
         "l2_norm.triton._kernel",

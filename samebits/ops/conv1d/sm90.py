@@ -48,26 +48,26 @@ def varlen(
     SB0420, SB0421.
     """
     x, weight = _operands(x, weight, exact)
-    starts = host_checked(cu_seqlens, x)
+    place, _ = triton.places(host_checked(cu_seqlens, x), len(x), weight.shape[1])
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        pair = _Varlen.apply(x, weight, starts, exact or 0)
+        pair = _Varlen.apply(x, weight, place, exact or 0)
     else:
-        pair = triton.packed(x, weight, starts, exact or 0)
+        pair = triton.packed(x, weight, place, exact or 0)
     registry.count_served("gdn.conv", len(x))
     return pair[1] if exact is None else pair
 
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, starts, exact):
-        ctx.save_for_backward(x, weight, starts)
-        return triton.packed(x, weight, starts, exact)
+    def forward(ctx, x, weight, place, exact):
+        ctx.save_for_backward(x, weight, place)
+        return triton.packed(x, weight, place, exact)
 
     @staticmethod
     def backward(ctx, *grads):
-        x, weight, starts = ctx.saved_tensors
+        x, weight, place = ctx.saved_tensors
         wide, y = (grad.contiguous() for grad in grads)
-        return *triton_backward.gradients(x, weight, starts, wide, y), None, None
+        return *triton_backward.gradients(x, weight, place, wide, y), None, None
 
 
 def _operands(

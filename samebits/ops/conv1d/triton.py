@@ -14,10 +14,10 @@ from samebits.ops import gpu
 from samebits.ops.silu_mul.triton import silu_product
 
 # None of these moves a bit.
-BLOCK = 256  # channels of one block
-ROWS, WARPS = 8, 4  # of a tile
-TILES, MANY = 8, 2048  # of one block, one after the other, from MANY rows on
-STEP_WARPS = 2
+BLOCK, WARPS = 256, 2  # channels of one block
+ROWS, FEW, MANY = 64, 8, 2048  # rows of one block: ROWS of MANY or more, else FEW
+STEP = 4  # rows that are loaded at once
+PLACES = 512  # rows of a block of `_places`
 
 
 @triton.jit
@@ -38,10 +38,17 @@ def taps(weight_ptr, c, inside, W: tl.constexpr):
     return found
 
 
-@triton.jit
-def owners(starts_ptr, t, sequences):
-    """The sequence of each row t, by bisection; `sequences` behind the last one."""
-    low = tl.zeros(t.shape, tl.int32)
+@triton.jit(do_not_specialize=["T", "sequences"])
+def _places(
+    starts_ptr, context_ptr, slots_ptr, place_ptr, held_ptr, T, sequences,
+    HELD: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """place[t]: t's row in its own sequence, which is found by bisection; -1 without one.
+
+    With HELD held[t] is the slot of a window that has rows which t reads, -1 where there is none.
+    """
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros((BLOCK,), tl.int32)
     high = low + sequences
     left = sequences
     while left > 0:
@@ -51,7 +58,22 @@ def owners(starts_ptr, t, sequences):
         low = tl.where(searching & past, middle + 1, low)
         high = tl.where(searching & ~past, middle, high)
         left = left >> 1
-    return low
+    owned = low < sequences
+    place = tl.where(owned, t - tl.load(starts_ptr + low, mask=owned, other=0), -1)
+    tl.store(place_ptr + t, place, mask=t < T)
+    if HELD:
+        near = owned & (place < W - 1)
+        near = near & (tl.load(context_ptr + low, mask=near, other=0) > 0)
+        tl.store(held_ptr + t, tl.load(slots_ptr + low, mask=near, other=-1), mask=t < T)
+
+
+@triton.jit
+def lagged(x, place, before, W: tl.constexpr):
+    """x of a row and of the W - 1 above it, by lag; zero where these are of another sequence."""
+    found = (x,)
+    for lag in tl.static_range(1, W):
+        found = found + (tl.where(place >= lag, before[lag - 1], 0.0),)
+    return found
 
 
 @triton.jit
@@ -61,43 +83,58 @@ def _store(y, wide_at, y_at, unrounded, rounded):
     tl.store(y_at, y.to(y_at.dtype.element_ty), mask=rounded)
 
 
-@triton.jit(do_not_specialize=["T", "sequences"])
+@triton.jit(do_not_specialize=["T"])
 def _rows(
-    x_ptr, x_row, weight_ptr, window_ptr, window_slot, wide_ptr, y_ptr, starts_ptr, context_ptr,
-    slots_ptr, T, sequences, exact, C,
-    HELD: tl.constexpr, W: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, x_row, weight_ptr, window_ptr, window_slot, wide_ptr, y_ptr, place_ptr, held_ptr, T,
+    exact, C,
+    HELD: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ROWS rows and BLOCK channels; with HELD rows before a step are in the window."""
+    """ROWS rows of BLOCK channels, one after the other; the W - 1 last ones stay in registers."""
+    first = tl.program_id(1).to(tl.int64) * ROWS
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
     unrounded = c < exact
     rounded = inside & (c >= exact)
     weight = taps(weight_ptr, c, inside, W)
-    for tile in range(TILES):
-        t = (tl.program_id(1) * TILES + tile) * ROWS + tl.arange(0, ROWS)
-        owner = owners(starts_ptr, t, sequences)
-        valid = (t < T) & (owner < sequences)
-        start = tl.load(starts_ptr + owner, mask=valid, other=0)
-        if HELD:
-            held = tl.load(context_ptr + owner, mask=valid, other=0) > 0
-            slot = tl.load(slots_ptr + owner, mask=valid, other=0).to(tl.int64)
-        acc = tl.zeros((ROWS, BLOCK), tl.float32)
-        for j in tl.static_range(0, W):
-            row = t - (W - 1) + j
-            known = valid & (row >= start)
-            at = x_ptr + row.to(tl.int64) * x_row
+    before = ()  # the nearest row first
+    for lag in tl.static_range(1, W):
+        above = first - lag
+        old = tl.load(x_ptr + above * x_row + c, mask=inside & (above >= 0), other=0.0)
+        before = before + (old.to(tl.float32),)
+    for step in range(0, ROWS, STEP):
+        xs, places, olds = (), (), ()
+        for i in tl.static_range(0, STEP):  # all loads before any store
+            row = first + step + i
+            here = row < T
+            place = tl.load(place_ptr + row, mask=here, other=-1)
+            x = tl.load(x_ptr + row * x_row + c, mask=inside & here, other=0.0)
+            xs = xs + (x.to(tl.float32),)
+            places = places + (place,)
+            windows = ()
             if HELD:
-                old = window_ptr + slot * window_slot + (t - start + j) * C
-                at = tl.where(row >= start, at, old)
-                known = valid & ((row >= start) | held)
-            x = tl.load(at[:, None] + c[None, :], mask=known[:, None] & inside[None, :], other=0.0)
-            acc = tl.fma(tl.broadcast_to(weight[j][None, :], (ROWS, BLOCK)), x.to(tl.float32), acc)
-        y = tl.where(valid[:, None], silu_product(acc, 1.0), 0.0)
-        here, at = (t < T)[:, None], t.to(tl.int64)[:, None]
-        wide_at = wide_ptr + at * exact + c[None, :]
-        y_at = y_ptr + at * (C - exact) + (c - exact)[None, :]
-        _store(y, wide_at, y_at, here & unrounded[None, :], here & rounded[None, :])
+                held = tl.load(held_ptr + row, mask=here, other=-1)
+                for lag in tl.static_range(1, W):
+                    known = inside & (held >= 0) & (place < lag)
+                    at = window_ptr + held.to(tl.int64) * window_slot
+                    at = at + (place + W - 1 - lag) * C + c
+                    window = tl.load(at, mask=known, other=0.0)
+                    windows = windows + (window.to(tl.float32),)
+            olds = olds + (windows,)
+        for i in tl.static_range(0, STEP):
+            seen = lagged(xs[i], places[i], before, W)
+            acc = tl.zeros((BLOCK,), tl.float32)
+            for j in tl.static_range(0, W):
+                tap = seen[W - 1 - j]
+                if HELD and j < W - 1:
+                    tap = tl.where(places[i] >= W - 1 - j, tap, olds[i][W - 2 - j])
+                acc = tl.fma(weight[j], tap, acc)
+            y = tl.where(places[i] >= 0, silu_product(acc, 1.0), 0.0)
+            row = first + step + i
+            here = row < T
+            y_at = y_ptr + row * (C - exact) + c - exact
+            _store(y, wide_ptr + row * exact + c, y_at, unrounded & here, rounded & here)
+            before = ((xs[i],) + before)[: W - 1]
 
 
 @triton.jit
@@ -195,26 +232,46 @@ def launch(
     if tokens == sequences:
         _steps[(parts, sequences)](
             x, x.stride(0), weight, *state, wide, y, *tables, tokens, sequences, exact, channels,
-            W=count, BLOCK=BLOCK, num_warps=STEP_WARPS, **gpu.POLICY,
+            W=count, BLOCK=BLOCK, num_warps=WARPS, **gpu.POLICY,
         )  # fmt: skip
         return wide, y
-    _launch_rows(x, weight, state, wide, y, tables, sequences)
+    table = places(starts, tokens, count, (context, slots))
+    _launch_rows(x, weight, state, wide, y, table)
     _shift[(sequences, parts)](
         x, x.stride(0), *state, *tables, channels,
-        W=count, BLOCK=BLOCK, num_warps=STEP_WARPS, **gpu.POLICY,
+        W=count, BLOCK=BLOCK, num_warps=WARPS, **gpu.POLICY,
     )  # fmt: skip
     return wide, y
 
 
 def packed(
-    x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, exact: int
+    x: torch.Tensor, weight: torch.Tensor, place: torch.Tensor, exact: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`launch` for whole sequences, which start from zeros and leave no window; starts int32."""
+    """`launch` for whole sequences, which start from zeros and leave no window; see `places`."""
     wide, y = _outputs(x, exact)
     if len(x):
-        none = None, 0
-        _launch_rows(x, weight, none, wide, y, (starts, None, None), len(starts) - 1)
+        _launch_rows(x, weight, (None, 0), wide, y, (place, None))
     return wide, y
+
+
+def places(
+    starts: torch.Tensor,
+    tokens: int,
+    taps: int,
+    state: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(place, held) of each row, [T] int32, as in `_places`; all operands are int32.
+
+    starts [R + 1]; state: context and slots, both [R]; without it held is None.
+    """
+    place = torch.empty(tokens, dtype=torch.int32, device=starts.device)
+    held = None if state is None else torch.empty_like(place)
+    if tokens:
+        _places[(triton.cdiv(tokens, PLACES),)](
+            starts, *(state or (None, None)), place, held, tokens, len(starts) - 1,
+            HELD=state is not None, W=taps, BLOCK=PLACES, num_warps=4, **gpu.POLICY,
+        )  # fmt: skip
+    return place, held
 
 
 def _outputs(x: torch.Tensor, exact: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,12 +280,11 @@ def _outputs(x: torch.Tensor, exact: int) -> tuple[torch.Tensor, torch.Tensor]:
     return wide, x.new_empty((tokens, channels - exact))
 
 
-def _launch_rows(x, weight, state, wide, y, tables, sequences: int) -> None:
+def _launch_rows(x, weight, state, wide, y, table) -> None:
     (tokens, channels), exact = x.shape, wide.shape[1]
-    tiles = TILES if tokens >= MANY else 1
-    grid = (triton.cdiv(channels, BLOCK), triton.cdiv(tokens, ROWS * tiles))
-    _rows[grid](
-        x, x.stride(0), weight, *state, wide, y, *tables, tokens, sequences, exact, channels,
-        HELD=state[0] is not None, W=weight.shape[1], TILES=tiles, ROWS=ROWS, BLOCK=BLOCK,
+    rows = ROWS if tokens >= MANY else FEW
+    _rows[(triton.cdiv(channels, BLOCK), triton.cdiv(tokens, rows))](
+        x, x.stride(0), weight, *state, wide, y, *table, tokens, exact, channels,
+        HELD=state[0] is not None, W=weight.shape[1], ROWS=rows, STEP=STEP, BLOCK=BLOCK,
         num_warps=WARPS, **gpu.POLICY,
     )  # fmt: skip

@@ -16,36 +16,38 @@ import triton
 import triton.language as tl
 
 from samebits.ops import gpu
-from samebits.ops.conv1d.triton import owners, taps
+from samebits.ops.conv1d.triton import lagged, taps
 from samebits.ops.sums_backward import summed
 
 ROWS = 64  # of one block; W - 1 more are read before and behind them
 STEP = 4  # rows that are loaded at once
 BLOCK = 256  # channels of one block
 WARPS = 2
-PLACES = 512
 
 
-@triton.jit(do_not_specialize=["T", "sequences"])
-def _places(starts_ptr, place_ptr, T, sequences, BLOCK: tl.constexpr):
-    """place[t] = t's row in its own sequence."""
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    owner = owners(starts_ptr, t, sequences)
-    start = tl.load(starts_ptr + owner, mask=owner < sequences, other=0)
-    tl.store(place_ptr + t, t - start, mask=t < T)
+@triton.jit
+def _row(
+    x_ptr, x_row, wide_ptr, y_ptr, place_ptr, row, T, c, inside, unrounded, rounded, exact, C
+):  # fmt: skip
+    """x and the gradient of y of one row, fp32, and its place: -1 and zeros without a sequence."""
+    here = row < T
+    place = tl.load(place_ptr + row, mask=here, other=-1)
+    x = tl.load(x_ptr + row * x_row + c, mask=inside & here, other=0.0).to(tl.float32)
+    wide = tl.load(wide_ptr + row * exact + c, mask=unrounded & here, other=0.0)
+    y = tl.load(y_ptr + row * (C - exact) + c - exact, mask=rounded & here, other=0.0)
+    grad = wide + y.to(tl.float32)
+    return tl.where(place >= 0, x, 0.0), tl.where(place >= 0, grad, 0.0), place
 
 
 @triton.jit
 def _slope(x, grad, place, before, weight, W: tl.constexpr):
     """(d, the row's x by lag) of one row; `before` are the rows above it, the nearest first."""
-    lagged = (x,)
-    for lag in tl.static_range(1, W):
-        lagged = lagged + (tl.where(place >= lag, before[lag - 1], 0.0),)
+    seen = lagged(x, place, before, W)
     acc = x * weight[W - 1]
     for lag in tl.static_range(1, W):
-        acc = tl.fma(lagged[lag], weight[W - 1 - lag], acc)
+        acc = tl.fma(seen[lag], weight[W - 1 - lag], acc)
     s = 1.0 / (1.0 + tl.exp(-acc))
-    return grad * (s * tl.fma(acc, 1.0 - s, 1.0)), lagged
+    return grad * (s * tl.fma(acc, 1.0 - s, 1.0)), seen
 
 
 @triton.jit
@@ -75,25 +77,24 @@ def _gradients(
         sums = sums + (tl.zeros((BLOCK,), tl.float32),)
     for lag in tl.static_range(1, W):
         row = first - lag
-        x = tl.load(x_ptr + row * x_row + c, mask=inside & (row >= 0), other=0.0)
-        before = before + (x.to(tl.float32),)
+        old = tl.load(x_ptr + row * x_row + c, mask=inside & (row >= 0), other=0.0)
+        before = before + (old.to(tl.float32),)
         pending = pending + (tl.zeros((BLOCK,), tl.float32),)
     for step in range(0, ROWS, STEP):
         xs, grads, places = (), (), ()
         for i in tl.static_range(0, STEP):  # all loads before any store
-            row = first + step + i
-            here = row < T
-            x = tl.load(x_ptr + row * x_row + c, mask=inside & here, other=0.0)
-            wide = tl.load(wide_ptr + row * exact + c, mask=unrounded & here, other=0.0)
-            y = tl.load(y_ptr + row * (C - exact) + c - exact, mask=rounded & here, other=0.0)
-            xs = xs + (x.to(tl.float32),)
-            grads = grads + (wide + y.to(tl.float32),)
-            places = places + (tl.load(place_ptr + row, mask=here, other=0),)
+            x, grad, place = _row(
+                x_ptr, x_row, wide_ptr, y_ptr, place_ptr, first + step + i, T,
+                c, inside, unrounded, rounded, exact, C,
+            )  # fmt: skip
+            xs = xs + (x,)
+            grads = grads + (grad,)
+            places = places + (place,)
         for i in tl.static_range(0, STEP):
-            d, lagged = _slope(xs[i], grads[i], places[i], before, weight, W)
+            d, seen = _slope(xs[i], grads[i], places[i], before, weight, W)
             total = ()
             for j in tl.static_range(0, W):
-                total = total + (tl.fma(d, lagged[W - 1 - j], sums[j]),)
+                total = total + (tl.fma(d, seen[W - 1 - j], sums[j]),)
             sums = total
             found = _spread(d, places[i], pending, weight, W)
             done = first + step + i - (W - 1)
@@ -104,12 +105,11 @@ def _gradients(
             pending = found[: W - 1]
     for i in tl.static_range(0, W - 1):  # rows of the next block, which this one's rows went into
         row = first + ROWS + i
-        here = row < T
-        x = tl.load(x_ptr + row * x_row + c, mask=inside & here, other=0.0).to(tl.float32)
-        wide = tl.load(wide_ptr + row * exact + c, mask=unrounded & here, other=0.0)
-        y = tl.load(y_ptr + row * (C - exact) + c - exact, mask=rounded & here, other=0.0)
-        place = tl.load(place_ptr + row, mask=here, other=0)
-        d, lagged = _slope(x, wide + y.to(tl.float32), place, before, weight, W)
+        x, grad, place = _row(
+            x_ptr, x_row, wide_ptr, y_ptr, place_ptr, row, T,
+            c, inside, unrounded, rounded, exact, C,
+        )  # fmt: skip
+        d, seen = _slope(x, grad, place, before, weight, W)
         found = _spread(d, place, pending, weight, W)
         done = row - (W - 1)
         dx = found[W - 1].to(dx_ptr.dtype.element_ty)
@@ -123,14 +123,14 @@ def _gradients(
 def gradients(
     x: torch.Tensor,
     weight: torch.Tensor,
-    starts: torch.Tensor,
+    place: torch.Tensor,
     wide: torch.Tensor,
     y: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x [T, C] and weight [C, W], in their dtypes: fp32, one rounding.
 
     x                rows of any stride; weight and all others contiguous, on the same device
-    starts           [R + 1] int32, cumulative from 0 to T
+    place            [T] int32 of `triton.places`
     wide, y          gradients of both parts of `conv1d.varlen`: [T, exact] fp32, [T, C - exact]
 
     Order: a channel's weight gradient is summed over the rows of a block ascending, then over
@@ -141,10 +141,6 @@ def gradients(
     if not tokens:
         return torch.empty_like(x), torch.zeros_like(weight)
     dx = x.new_empty((tokens, channels))
-    place = torch.empty(tokens, dtype=torch.int32, device=x.device)
-    _places[(triton.cdiv(tokens, PLACES),)](
-        starts, place, tokens, len(starts) - 1, BLOCK=PLACES, num_warps=4, **gpu.POLICY
-    )
     blocks = triton.cdiv(tokens, ROWS)
     partial = x.new_empty((blocks, weight.numel()), dtype=torch.float32)
     _gradients[(triton.cdiv(channels, BLOCK), blocks)](

@@ -28,7 +28,8 @@ def _gradients(
         inside = (i < rows)[:, None]
         at = i[:, None] * N + j[None, :]
         z_at = (i // HEADS * z_token + i % HEADS * z_head)[:, None] + j[None, :]
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        # Not zero: with an eps of 0 a row that is not there would be no number.
+        x = tl.load(x_ptr + at, mask=inside, other=1.0).to(tl.float32)
         z = tl.load(z_ptr + z_at, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)[:, None]

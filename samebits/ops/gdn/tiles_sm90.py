@@ -30,7 +30,8 @@ ODD = Tile(columns=32, warps=4)
 WHOLE = Tile(columns=32, warps=4, stages=3)
 ROWS = Tile(columns=128, warps=4)
 RECUR = Tile(columns=32, warps=4)
-DECODE_CLOSE = Tile(columns=32, warps=4)
+DECODE_CLOSE = Tile(columns=64, warps=4, stages=2)
+ODD_CLOSE = Tile(columns=32, warps=4)
 DECODE_RECUR = Tile(columns=32, warps=4)
 INNER = Tile(columns=128, warps=4)
 REVERSE = Tile(columns=32, warps=4)
@@ -38,7 +39,8 @@ GRADIENTS = Tile(columns=32, warps=4)
 SEGMENT = 8  # chunks at least between two states that training keeps
 TABLE = 128  # sequences that the first pass looks at together
 PROCESSORS = 132
-CLOSING = 3 * PROCESSORS  # programs that close chunks
+CLOSING = 2 * PROCESSORS  # programs that close chunks
+CLOSE_TABLE = 256  # sequences that such a program looks at together
 
 
 def decode_row(pairs: int) -> Tile:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from samebits.ops import gpu
 from samebits.ops.device import exp2_32
-from samebits.ops.gdn import gluon_decode
+from samebits.ops.gdn import gluon_close, gluon_decode
 from samebits.ops.gdn import tiles_sm90 as tiles
 from samebits.ops.gdn import triton_decode_cpr as cpr
 from samebits.ops.gdn.cpu import BLOCK, CHUNK
@@ -214,7 +214,8 @@ def _close(
 ):  # fmt: skip
     """Boundary states of the rows that are the last of their chunk, shared out among all programs.
 
-    Work is numbered row by row, head by head, block by block of columns.
+    For what `gluon_close` does not serve: head sizes of 32, and the interpreter. Work is numbered
+    row by row, head by head, block by block of columns.
     """
     each: tl.constexpr = HV * (V // COLUMNS)
     here = tl.program_id(0)
@@ -300,12 +301,18 @@ def step(
         gluon_decode.state(operands, used, constants, (heads, rows), tile)
     else:
         _state[(1, heads, rows)](*operands, *used, **constants, COLUMNS=size, PAIR=PAIR)
-    tile = tiles.DECODE_CLOSE
+    if gluon_close.serves(key_size, size):
+        gluon_close.close(
+            planes, (gamma, keys, u), (context, slots),
+            constants, tiles.DECODE_CLOSE, tiles.CLOSE_TABLE, tiles.CLOSING,
+        )  # fmt: skip
+        return o
+    tile = tiles.ODD_CLOSE
     columns = tile.fitted(size)
     work = rows * heads * (size // columns)
     _close[(min(work, tiles.CLOSING),)](
         context, slots, *strided([*planes, gamma, keys, u]), rows,
-        **shape, V=size, COLUMNS=columns, TABLE=tiles.TABLE,
+        **constants, COLUMNS=columns, TABLE=tiles.TABLE,
         num_warps=tile.warps, **CHAINED, **gpu.POLICY,
     )  # fmt: skip
     return o
