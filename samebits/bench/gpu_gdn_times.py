@@ -33,6 +33,10 @@ HEADS = (32, 8, 4, 16)  # value heads
 PREFILLS = ((1, 10240), (5, 2048))  # sequences, tokens of each
 DECODES = (16, 256, 1024)  # sequences
 CLOSED = 256  # sequences that are also timed where all close a chunk
+# Of fp32 states in one graph of decoding steps, as that of a model holds a step of each layer: more
+# than caches hold; and most steps of a graph. A graph of one short step shows its own launch.
+ALL_STATES, STEPS = 256 << 20, 16
+PREFILL_STEPS = 4
 TARGETS = {4: 0.75, 8: 0.65, 32: 0.55}  # of decoding CLOSED sequences, phases spread
 
 
@@ -97,18 +101,19 @@ def prefill_sides(heads: int, count: int, length: int) -> list[Calls]:
     data = drawn(heads, [length] * count)
     q, k, v, g, beta = data.operands
     starts, zero, slots = (integers(x) for x in (data.starts, [0] * count, range(count)))
-    sides: list[Calls] = [[_native(gpu_gdn_fla.chunk(), data)]]
+    sides: list[Calls] = [[_native(gpu_gdn_fla.chunk(), data)] * PREFILL_STEPS]
     for schedule in gdn.SCHEDULES:
         state = poisoned(schedule, heads // 2, heads, count)
         step = partial(kernels.advance, q, k, v, g, beta, state, slots, starts, zero)
-        sides.append([partial(step, SCALE, schedule)])
+        sides.append([partial(step, SCALE, schedule)] * PREFILL_STEPS)
     if gpu_gdn_fla.flash_qla_at_hand():
-        sides.append([_native(gpu_gdn_fla.flash_qla(), data)])
+        sides.append([_native(gpu_gdn_fla.flash_qla(), data)] * PREFILL_STEPS)
     return sides
 
 
 def decode_sides(heads: int, count: int) -> list[Calls]:
-    """Calls for one token of each sequence: of flash-linear-attention, then of `_decodes`."""
+    """Calls for one token of each sequence: of flash-linear-attention, then of `_decodes`; each
+    call of a side has states of its own."""
     data = drawn(heads, [1] * count)
     q, k, v, g, beta = data.operands
     slots = integers(range(count))
@@ -117,11 +122,16 @@ def decode_sides(heads: int, count: int) -> list[Calls]:
         "closing": [gdn.CHUNK - 1] * count,
     }
     at = {name: integers([gdn.CHUNK + n for n in phase]) for name, phase in phases.items()}
-    states = {schedule: used(schedule, heads, count) for schedule in gdn.SCHEDULES}
-    sides: list[Calls] = [[_native(gpu_gdn_fla.recurrent(), data, state=True)]]
+    steps = min(STEPS, max(1, ALL_STATES // (4 * count * heads * SIZE * SIZE)))
+    states = {s: [used(s, heads, count) for _ in range(steps)] for s in gdn.SCHEDULES}
+    native = gpu_gdn_fla.recurrent()
+    sides: list[Calls] = [[_native(native, data, state=True) for _ in range(steps)]]
     for schedule, phase in _decodes(count):
-        step = partial(kernels.decode, q, k, v, g, beta, states[schedule], slots, at[phase])
-        sides.append([partial(step, SCALE, schedule)])
+        side = [
+            partial(kernels.decode, q, k, v, g, beta, state, slots, at[phase], SCALE, schedule)
+            for state in states[schedule]
+        ]
+        sides.append(side)
     return sides
 
 

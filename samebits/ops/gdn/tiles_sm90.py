@@ -30,7 +30,7 @@ ODD = Tile(columns=32, warps=4)
 WHOLE = Tile(columns=32, warps=4, stages=3)
 ROWS = Tile(columns=128, warps=4)
 RECUR = Tile(columns=32, warps=4)
-DECODE_CLOSE = Tile(columns=64, warps=4, stages=2)
+DECODE_CLOSE = Tile(columns=64, warps=4, stages=3)
 ODD_CLOSE = Tile(columns=32, warps=4)
 DECODE_RECUR = Tile(columns=32, warps=4)
 INNER = Tile(columns=128, warps=4)
@@ -39,7 +39,7 @@ GRADIENTS = Tile(columns=32, warps=4)
 SEGMENT = 8  # chunks at least between two states that training keeps
 TABLE = 128  # sequences that the first pass looks at together
 PROCESSORS = 132
-CLOSING = 2 * PROCESSORS  # programs that close chunks
+CLOSING = PROCESSORS  # programs that close chunks
 CLOSE_TABLE = 256  # sequences that such a program looks at together
 
 

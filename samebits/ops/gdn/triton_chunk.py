@@ -253,7 +253,7 @@ def boundaries(
         g, beta, rows, at.places, at.base, at.starts, at.context, at.slots,
         *strided([old_g, old_beta]), sequences, tokens,
         HV=heads, HEADS=tile.heads, CHUNK=CHUNK, TABLE=tiles.TABLE, OPEN=is_open, RAW=raw,
-        num_warps=tile.warps, **gpu.POLICY,
+        num_warps=tile.warps, **CHAINED, **gpu.POLICY,
     )  # fmt: skip
     inverse._lower[(chunks, key_heads)](
         k, rows, t, near, at.places, at.slots, *strided([old_k]),

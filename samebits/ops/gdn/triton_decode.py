@@ -113,7 +113,8 @@ def _row(
     """Row i of T, of the two parts of the scores and exp2(gamma_i), for GROUP value heads."""
     group = tl.program_id(0)
     n = tl.program_id(1)
-    if ON_CHIP:
+    if ON_CHIP:  # in this order: `_state` reads what came before this kernel without a wait
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slots_ptr + n).to(tl.int64)
     if slot >= 0:
@@ -292,7 +293,7 @@ def step(
     _row[(heads // group, rows)](
         q, k, g, beta, weights, scores, reach, context, slots, *strided([x, gamma, keys, t]),
         **shape, BLOCK=BLOCK, PAIR=PAIR, GROUP=group,
-        num_warps=tile.warps, **gpu.POLICY,
+        num_warps=tile.warps, **CHAINED, **gpu.POLICY,
     )  # fmt: skip
     operands = (q, k, v, beta, weights, scores, reach, o, scale, context, slots)
     used, constants = strided([planes[0], r, u]), shape | {"V": size}

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from samebits.ops.device import exp2_32
-from samebits.ops.gdn.triton_parts import ON_CHIP, decays, follow, load_keys, next_gamma, place
+from samebits.ops.gdn.triton_parts import decays, follow, load_keys, next_gamma, place
 
 
 @triton.jit
@@ -56,8 +56,7 @@ def _begin(
     These four lie at rows_ptr [chunks, HV, 4, CHUNK]. A chunk behind the last one gets sequence -1
     and the rows of the operands that belong to no sequence.
     """
-    if ON_CHIP:
-        tl.extra.cuda.gdc_launch_dependents()
+    follow()
     chunk = tl.program_id(0)
     part = tl.program_id(1)
     count, base, done = located(
