@@ -212,6 +212,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu-engines": _on_gpu(gpu_pages.engines),
     "gpu-chunk-row": _on_gpu(gpu_pages.gdn, "chunk_row"),
     "gpu-cpr": _on_gpu(gpu_pages.gdn, "cpr"),
+    "gpu-gdn-passes": _on_gpu(gpu_pages.gdn_passes),
 }
 PAGES = {
     "README.md": ("cases", "steps", "controls", "bench", "ladders", "pins"),
@@ -223,7 +224,7 @@ PAGES = {
         "gpu-head",
         "gpu-engines",
     ),
-    "samebits/ops/gdn/README.md": ("gpu-chunk-row", "gpu-cpr"),
+    "samebits/ops/gdn/README.md": ("gpu-chunk-row", "gpu-cpr", "gpu-gdn-passes"),
     "skill/prove-zero/references/legs.md": ("blind",),
 }
 

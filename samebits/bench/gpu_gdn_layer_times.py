@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 
-from samebits import markdown
 from samebits.bench import gpu_gdn_ahead, gpu_gdn_fla
 from samebits.bench import gpu_gdn_layer as layer
 from samebits.bench.gpu_gdn_ahead import Part
@@ -52,14 +51,15 @@ def training(rows: int, native: bool) -> tuple[list[Pass], Values]:
 
 
 def decoding(native: bool) -> tuple[list[Pass], Values]:
-    """Passes and values of one row of each of `DECODED` sequences, in phases that are spread."""
+    """Passes and values of one row of each of `DECODED` sequences, in phases that are spread: one
+    sequence of each `gdn.CHUNK` closes its chunk."""
     values = layer.drawn(SIZES, DECODED, "cuda")
     if native:
         there = layer.natively_fresh(SIZES, DECODED, "cuda")
         there.states.normal_(0, 0.05)
         return layer.natively_decoded(SIZES, there, layer.native_kernels()), values
     at = layer.fresh(SIZES, SCHEDULE, DECODED, "cuda")
-    at.context.copy_(gdn.CHUNK + at.slots % (gdn.CHUNK - 1))
+    at.context.copy_(gdn.CHUNK + at.slots % gdn.CHUNK)
     at = dataclasses.replace(at, states=used(SCHEDULE, SIZES.heads, DECODED))
     return layer.decoded(SIZES, at, SCHEDULE), values
 
@@ -155,39 +155,36 @@ def gates() -> Iterator[str]:
 
 
 def rows() -> Iterator[Row]:
-    """Whole layers; then a table of their passes is printed."""
+    """Whole layers, then their passes."""
     gpu_gdn_fla.tune_briefly()
     for mode, target in TARGETS.items():
         if _right(mode, native=True):
             theirs, ours = medians([[step(mode, native)] for native in (True, False)])
             work = f"gdn {SCHEDULE}, layer {WORKS[mode]}, {SIZES.heads} heads"
             yield row(work, ours, NATIVE, theirs, target)
-    print(f"gdn layer, microseconds of each pass by itself:\n{pass_table()}", flush=True)
+    yield from pass_rows()
 
 
-def pass_table() -> str:
-    """Microseconds of passes, each alone in a graph, so that what fits in L2 stays there."""
-    columns: dict[str, dict[str, float]] = {}
-    for native in (False, True):
-        name = "native" if native else "ours"
-        passes, values = decoding(native)
-        columns[f"decode, {name}"] = _times(passes, values, repeats=16)
-        passes, values = training(TRAINED, native)
-        values = {key: x.detach() for key, x in values.items()}
-        columns[f"forward, {name}"] = _times(passes, values)
-        columns[f"forward and backward, {name}"] = _times(passes, values, back=True)
-    names = list(dict.fromkeys(name for found in columns.values() for name in found))
-    lines = [
-        [name, *(f"{found[name]:.1f}" if name in found else "-" for found in columns.values())]
-        for name in names
-    ]
-    lines.append(["sum", *(f"{sum(found.values()):.1f}" for found in columns.values())])
-    return markdown.table(["pass", *columns], lines)
+def pass_rows() -> Iterator[Row]:
+    """Microseconds of passes, each alone in a graph, so that what fits in L2 stays there; a row for
+    each direction has them all, [ours, native], None where native has no such pass."""
+    for work, train, back in (
+        (WORKS["decode"], False, False),
+        (WORKS["train"].replace("train", "forward"), True, False),
+        (WORKS["train"].replace("train", "forward and backward"), True, True),
+    ):
+        found = []
+        for native in (False, True):
+            passes, values = training(TRAINED, native) if train else decoding(native)
+            values = {key: x.detach() for key, x in values.items()}
+            found.append(_times(passes, values, back, repeats=1 if train else 16))
+        ours, theirs = found
+        times = {name: [ours.get(name), theirs.get(name)] for name in ours | theirs}
+        sums = [sum(x.values()) for x in found]
+        yield row(f"passes of {work}", sums[0], NATIVE, sums[1], None) | {"passes": times}
 
 
-def _times(
-    passes: Sequence[Pass], values: Values, back: bool = False, repeats: int = 1
-) -> dict[str, float]:
+def _times(passes: Sequence[Pass], values: Values, back: bool, repeats: int) -> dict[str, float]:
     _, read = layer.traced(passes, values)
     found = {}
     for one, operands in zip(passes, read, strict=True):

@@ -158,3 +158,19 @@ def gdn(rows: Sequence[Row], schedule: str) -> str:
     used = [row for line in found.values() for row in line.values()]
     header = [schedule, "target", *(f"{n} heads" for n in heads)]
     return f"{_about(used)}\n\n{markdown.table(header, lines)}"
+
+
+def gdn_passes(rows: Sequence[Row]) -> str:
+    """Where the time of a layer goes: microseconds of each pass, ours and native."""
+    used = [row for row in rows if "passes" in row]
+    header = ["pass"]
+    for row in used:
+        header += [row["work"].removeprefix("passes of "), "native"]
+    names = list(dict.fromkeys(name for row in used for name in row["passes"]))
+    lines = [
+        [name, *("-" if x is None else f"{x:,.1f}" for row in used for x in row["passes"][name])]
+        for name in names
+    ]
+    sums = (x for row in used for x in (row["ours"], row["against"]["time"]))
+    lines.append(["sum", *(f"{x:,.1f}" for x in sums)])
+    return f"{_about(used)}\n\n{markdown.table(header, lines)}" if used else "Not measured."
