@@ -148,7 +148,7 @@ def test_a_native_layer_that_is_wrong_has_no_row(monkeypatch):
     )
     monkeypatch.setattr(times, "step", lambda mode, native: (mode, native))
     monkeypatch.setattr(times, "medians", lambda sides: [200.0, 100.0])
-    monkeypatch.setattr(times, "pass_table", lambda: "no table")
+    monkeypatch.setattr(times, "pass_rows", lambda: iter(()))
     monkeypatch.setattr(times.gpu_gdn_fla, "tune_briefly", lambda: None)
     (row,) = times.rows()
     assert row["work"] == "gdn chunk_row, layer decode 256 x 1, 32 heads"
