@@ -263,6 +263,12 @@ def test_a_package_that_cannot_be_imported_is_told_by_its_last_words(bundle, int
     assert "No module named 'not_there'" in text
 
 
+def test_without_trials_nothing_is_imported(bundle, into):
+    pack(bundle, PROJECT, check="import toy, not_there")
+    install.install(bundle, into, None, only_check=False, host=HOST, trials=False)
+    refused("SB1105", bundle, into)
+
+
 def test_the_command_line_ends_with_what_to_run(bundle, into, monkeypatch, capsys):
     monkeypatch.setattr(install, "seen_host", lambda: HOST)
     monkeypatch.setattr(install, "__file__", str(bundle / "install.py"))
