@@ -123,15 +123,15 @@ def _benchmark(row: dict) -> list[str]:
     target = "-" if row["target"] is None else f"{row['target']:.2f}"
     met = {None: "-", True: "yes", False: "no"}[row["met"]]
     ours = f"{row['ours']:,} {row['unit']}"
-    against = f"{row['against']['name']}: {row['against']['time']:,}"
-    return [row["work"], ours, against, f"{row['ratio']:.2f}", target, met]
+    return [row["work"], ours, bench.beside(row), bench.ratio(row), target, met]
 
 
 def _kinds(rows: list[dict]) -> list[list[str]]:
     """Columns for each operator and what it is compared with: ratios, and targets met."""
     found: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
-        found.setdefault((row["work"].split()[0], row["against"]["name"]), []).append(row)
+        if row["ratio"] is not None:
+            found.setdefault((row["work"].split()[0], row["against"]["name"]), []).append(row)
     lines = []
     for (work, against), group in found.items():
         ratios = sorted(row["ratio"] for row in group)

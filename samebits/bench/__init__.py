@@ -125,3 +125,16 @@ def recorded() -> list[dict[str, Any]]:
             hint="samebits bench run --record",
         )
     return [row for path in paths for row in json.loads(path.read_text())]
+
+
+def beside(row: dict[str, Any]) -> str:
+    """What a row compares with, and its time or why there is none."""
+    against = row["against"]
+    if "not_measured" in against:
+        return f"{against['name']}: not measured, {against['not_measured']}"
+    return f"{against['name']}: {against['time']:,}"
+
+
+def ratio(row: dict[str, Any]) -> str:
+    """A row's ratio for a table; - where the other side was not measured."""
+    return "-" if row["ratio"] is None else f"{row['ratio']:.2f}"

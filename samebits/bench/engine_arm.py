@@ -30,7 +30,8 @@ REQUESTS, PROMPT, RESPONSE, LONG_RESPONSE = 256, 1024, 256, 1024
 # The gate: fewer and shorter requests, decoded and then scored.
 _GATED, _GATED_RESPONSE = 32, 64
 REPEATS = 3
-# A run of so many seconds is measured twice: a third would cost more than it tells.
+# A run of so many seconds is measured once, behind a warm-up with all requests: such runs differ by
+# less than configurations do, and the GPU's time is worth more. Rows say how often.
 _LONG = 10.0
 # An arm that is this much slower than the best one so far is not timed again.
 _HOPELESS = 1.15
@@ -185,10 +186,9 @@ def _gate(llm: Any, vocabulary: int) -> tuple[int, int]:
 
 
 def repeated(call: Callable[[], float], best: float | None) -> list[float]:
-    """REPEATS values of `call`, two where it takes long, or one where that is hopeless beside
-    `best`."""
+    """REPEATS values of `call`, or one where it takes long or is hopeless beside `best`."""
     found = [call()]
-    wanted = REPEATS if found[0] < _LONG else 2
+    wanted = REPEATS if found[0] < _LONG else 1
     while len(found) < wanted and (best is None or found[0] <= _HOPELESS * best):
         found.append(call())
     return found
@@ -213,8 +213,9 @@ def measure(llm: Any, arm: Arm, best: dict[str, float]) -> dict[str, Any]:
     prefilled = [_prefilled(llm, prompts(vocabulary, *PASS, seed=3))] if arm.aligned else []
     asked = prompts(vocabulary, REQUESTS)
     modes = {"seeded": 1000, **({} if arm.aligned else {"unseeded": None})}
-    for seed in modes.values():  # kernels are loaded, and samplers compiled, when first met
-        _generate(llm, asked[:64], 4, seed)
+    # Kernels are loaded, and samplers compiled, when first met: with as many rows as are timed.
+    for seed in modes.values():
+        _generate(llm, asked, 4, seed)
     seconds = {}
 
     def run(seed: int | None) -> float:

@@ -35,21 +35,10 @@ class Cache:
 def cache(config: Mapping[str, Any], block: int, length: int, requests: int) -> Cache:
     """Pages of `block` tokens that hold `requests` sequences of `length` tokens at once.
 
-    As vLLM lays them out: a layer with a recurrent state takes one page for each sequence, and
-    layers share pages in groups of as many as there are of the rarer kind.
+    As vLLM lays them out (`memory.page_groups`).
     """
-    layers = config["num_hidden_layers"]
-    linear = sum(memory.is_linear(config, layer) for layer in range(layers))
-    full = layers - linear
-    each = -(-length // block)
-    if linear:
-        group = min(linear, full)
-        if max(linear, full) < 1.5 * group:
-            group = max(linear, full)
-        pages = -(-full // group) * each + -(-linear // group)
-    else:
-        group, pages = layers, each
-    pages = pages * requests + _SPARE
+    group, full, linear = memory.page_groups(config)
+    pages = (full * -(-length // block) + linear) * requests + _SPARE
     return Cache(block, pages, pages * group * block * memory.kv_bytes(config, layers=1))
 
 

@@ -37,6 +37,7 @@ from samebits.contract.sources import source_hash
 from samebits.engines.rollout import RolloutSettings
 from samebits.engines.trainer_batch import TrainBatch
 from samebits.errors import Different, Refused, SamebitsError
+from samebits.gates.run import engine_modules
 from samebits.mismatch import as_bits
 from samebits.patching.workspace import Workspace
 from samebits.recipe import Recipe
@@ -49,7 +50,8 @@ def rows(name: str, choice: Choice | None = None) -> list[dict[str, Any]]:
     """Rows of the case's engines; SB0440 while the gate is red.
 
     choice   configurations to run (all by default); the others are in the rows as not run, unless
-             this state of the sources measured them before
+             this state of the sources measured them before, and rows without one of those that
+             compete say so and have no target
     """
     choice = choice or Choice()
     case = recipes.load(name)
@@ -76,8 +78,11 @@ def _folder(case: Recipe) -> Path:
             "recipe": case.digest,
             "contract": Contract.of(case).identity,
             "chip": env.chip(),
+            "memory": _memory()[1],
+            "engines": source_hash(engine_modules()),
             "sources": source_hash(
                 [
+                    "samebits.casework.memory",
                     "samebits.bench.engines",
                     "samebits.bench.engine_arm",
                     "samebits.bench.engine_choice",
@@ -179,7 +184,7 @@ def _rollouts(case: Recipe, model: Path, folder: Path, choice: Choice) -> Iterat
                         best = {m: min(median(found, m), best.get(m, np.inf)) for m in MODES}
                     if turn.arm is aligned and found["mismatches"]:
                         return  # the gate is red: nothing is to be timed
-    yield from (engine_rows.left_out(t.arm.name) for t in turns if t not in running)
+    yield from (engine_rows.left_out(t.arm) for t in turns if t not in running)
 
 
 def _require_ran(found: Mapping[str, Any]) -> None:

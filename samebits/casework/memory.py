@@ -25,6 +25,24 @@ def _linear_layers(config: Mapping[str, Any]) -> int:
     return sum(is_linear(config, layer) for layer in range(config["num_hidden_layers"]))
 
 
+def page_groups(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """(layers of a group, groups with full attention, groups with states): layers of a hybrid model
+    share pages in groups, as vLLM cuts them.
+
+    A group has as many layers as there are of the rarer kind, or of the other if that has less than
+    1.5 times as many. A sequence takes a page of each group with states, and one of each group with
+    full attention for every page of its tokens. A model without states has one group.
+    """
+    linear = _linear_layers(config)
+    full = config["num_hidden_layers"] - linear
+    if not linear or not full:
+        return linear + full, int(full > 0), int(linear > 0)
+    group = min(linear, full)
+    if max(linear, full) < 1.5 * group:
+        group = max(linear, full)
+    return group, -(-full // group), -(-linear // group)
+
+
 def kv_bytes(config: Mapping[str, Any], tp: int = 1, layers: int | None = None) -> int:
     """Keys and values of one token on one of `tp` ranks, in all layers with full attention."""
     if layers is None:

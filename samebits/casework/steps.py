@@ -382,7 +382,11 @@ def _overhead(case: Case) -> Found:
             f"no recorded row of {' and '.join(lacking)} for this case",
             f"samebits bench run {name} --case {case.name} --record",
         )
-    ratios = ", ".join(f"{r['work'].rpartition(', ')[0]} {r['ratio']:.2f}" for r in rows)
+    ratios = ", ".join(
+        f"{r['work'].rpartition(', ')[0]} "
+        + ("not measured" if r["ratio"] is None else f"{r['ratio']:.2f}")
+        for r in rows
+    )
     return Found(DONE, f"ours over stock: {ratios}")
 
 

@@ -74,13 +74,15 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         show_json(rows)
         return
+    from samebits import bench
+
     columns = ("work", "ours", "against", "ratio", "target", "met", "hardware", "date")
     cells = [
         (
             row["work"],
             f"{row['ours']:,} {row['unit']}",
-            f"{row['against']['name']} {row['against']['time']:,}",
-            f"{row['ratio']:.2f}",
+            bench.beside(row),
+            bench.ratio(row),
             "-" if row["target"] is None else f"{row['target']:.2f}",
             {None: "-", True: "yes", False: "no"}[row["met"]],
             row["hardware"].partition(" (")[0],

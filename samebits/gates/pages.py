@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from samebits.casework import memory
 from samebits.recipe import Recipe
 
 # Tokens of a page up to twice which an engine is stressed by the numbers below as they stand.
@@ -67,11 +68,8 @@ def step(page: int) -> int:
 
 
 def states(recipe: Recipe) -> int:
-    """Pages that the states of one request take: layers with one, over those with attention."""
-    config = recipe.config
-    full = max(1, config["num_hidden_layers"] // config["full_attention_interval"])
-    linear = config["num_hidden_layers"] - full
-    return -(-linear // min(full, linear)) if linear else 0
+    """Pages that the states of one request take."""
+    return memory.page_groups(recipe.config)[2]
 
 
 def tight(recipe: Recipe) -> int:

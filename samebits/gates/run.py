@@ -65,7 +65,7 @@ class Run:
                 "dependencies": self.dependencies,
                 "sources": {s["name"]: s["content_hash"] for s in current.sources(contract)},
                 "gates": source_hash([f"samebits.gates.{name}" for name in _PRODUCERS]),
-                "engines": source_hash(_engine_modules()),
+                "engines": source_hash(engine_modules()),
                 "options": options,
             }
         )
@@ -100,7 +100,7 @@ class Run:
         return Stage(done.streams, facts)
 
 
-def _engine_modules() -> list[str]:
+def engine_modules() -> list[str]:
     """What starts, feeds and refits the engines. No evidence names it, and it can move streams."""
     found = ["samebits.faults"]
     for package in ("samebits.engines", "samebits.weights"):

@@ -146,7 +146,8 @@ def test_rows_of_states_against_the_same_states(case):
     assert states["ratio"] == 1.818 and states["target"] == 2.0
     assert whole["ours"] == 24 * 3.75 + 8 * 3 * 3.75 and whole["target"] is None
     assert prefix["ours"] == prefix["against"]["time"] == 128.0  # KiB: 32 layers of 4
-    for row in engine_rows.rollout_rows("toy", [ours, faster, stock, engine_rows.left_out("V9")]):
+    left = engine_rows.left_out(Arm("V9", "m", states="auto"))
+    for row in engine_rows.rollout_rows("toy", [ours, faster, stock, left]):
         assert row["against"]["name"] == "fp32" and row["target"] == 1.031
         assert "1024 + 1024 tokens" in row["work"] and row["peak_gib"] == 3.0
         assert row["ours"] == round(20e6 / (256 * 1024), 2)

@@ -4,27 +4,44 @@ import json
 
 import pytest
 
-from samebits import recipe
+from samebits import bench, recipe
 from samebits.bench import engine_arm, engine_choice, engine_process, engine_rows, engines
 from samebits.bench.engine_arm import Arm
 from samebits.bench.engine_choice import Choice
 from samebits.errors import Different, Refused
 
 REGIONS = ("gemm.column", "logprob")
+ARM = {"name": "aligned", "model": "toy", "settings": {}}
+MEMORY = {"allocated": 3 << 29, "groups": []}
 OURS = {
     "name": "aligned",
+    "arm": ARM,
+    "memory": MEMORY,
     "seconds": {"seeded": [4.1, 4.0, 9.0]},
     "mismatches": 0,
     "gated": 64,
     "served": {"gemm.column": 3, "logprob": 2},
     "prefilled": [[1, 2], [3, 4]],
 }
-SCORED = {"scored": [[1, 2], [3, 4]], "mismatches": 0, "gated": 4, "seconds": [0.1, 0.3, 0.2]}
+SCORED = {
+    "scored": [[1, 2], [3, 4]],
+    "mismatches": 0,
+    "gated": 4,
+    "seconds": [0.1, 0.3, 0.2],
+    "sequences": 8,
+    "memory": {"allocated": 3 << 29},
+}
 
 
 def own(name, seeded, unseeded):
-    seconds = {"seeded": seeded, "unseeded": unseeded}
-    return {"name": name, "seconds": seconds, "mismatches": 7, "gated": 64}
+    return {
+        "name": name,
+        "arm": {"name": name, "model": "toy"},
+        "memory": MEMORY,
+        "seconds": {"seeded": seeded, "unseeded": unseeded},
+        "mismatches": 7,
+        "gated": 64,
+    }
 
 
 FAST = own("vLLM V2, FA3, compiled", [5.0, 5.1, 5.2], [3.0, 3.1, 3.2])
@@ -59,16 +76,40 @@ def test_another_aligned_configuration_is_shown_and_never_compared_with():
             assert other == {
                 "name": "ahead",
                 "time": round(3e6 / tokens, 2),
+                "runs": 1,
                 "differ": "0 of 64",
+                "peak_gib": 1.5,
             }
     assert engine_rows.rollout_rows("toy", [OURS, ahead]) == []
 
 
 def test_without_anything_to_compare_with_there_is_no_row():
     assert engine_rows.rollout_rows("toy", [OURS, BROKEN]) == []
-    for arm in ("aligned", "stock"):
-        passes = {"aligned": SCORED, "stock": SCORED} | {arm: {"failed": "out of memory"}}
-        assert [*engine_rows.trainer_rows("toy", passes)] == []
+    passes = {"aligned": {"failed": "out of memory"}, "stock": SCORED}
+    assert [*engine_rows.trainer_rows("toy", passes)] == []
+
+
+def test_a_pass_without_another_beside_it_says_why_and_judges_nothing():
+    passes = {"aligned": SCORED, "stock": {"failed": "a loop in torch"}}
+    (row,) = engine_rows.trainer_rows("toy", passes)
+    assert (row["ours"], row["ratio"], row["target"]) == (200.0, None, None)
+    assert row["against"] == {"name": "Megatron's local spec", "not_measured": "a loop in torch"}
+    assert bench.beside(row) == "Megatron's local spec: not measured, a loop in torch"
+    assert bench.ratio(row) == "-"
+
+
+def test_a_row_against_chosen_configurations_is_another_row_and_meets_nothing():
+    left = engine_rows.left_out(Arm("vLLM V2, Triton, compiled", "toy", runner=2))
+    whole = engine_rows.rollout_rows("toy", [OURS, FAST, BROKEN])
+    chosen = engine_rows.rollout_rows("toy", [OURS, FAST, left])
+    assert {row["target"] for row in whole} == {engine_rows.THROUGHPUT}
+    assert {row["target"] for row in chosen} == {None}
+    assert not {row["work"] for row in whole} & {row["work"] for row in chosen}
+    for row in chosen:
+        assert {"name": left["name"], "not_measured": "not run"} in row["others"]
+    # One that does not compete takes nothing away.
+    ahead = engine_rows.left_out(Arm("ahead", "toy", {}))
+    assert engine_rows.rollout_rows("toy", [OURS, FAST, ahead])[0]["target"] is not None
 
 
 def test_a_training_pass_is_compared_by_medians():
@@ -133,8 +174,7 @@ def test_a_hopeless_configuration_is_timed_once():
     assert timed([5.0, 6.0, 7.0], None) == [5.0, 6.0, 7.0]
     assert timed([5.0, 6.0, 7.0], 4.9) == [5.0, 6.0, 7.0]
     assert timed([5.0], 4.0) == [5.0]
-    assert timed([12.0, 11.0], None) == [12.0, 11.0]
-    assert timed([12.0], 10.0) == [12.0]
+    assert timed([12.0], None) == timed([12.0], 10.0) == [12.0]
 
 
 @pytest.fixture
