@@ -179,7 +179,8 @@ def diff(
     """List fields in which two contracts differ.
 
     Exits with 1 when there is one. Refuses that of a case which is not what the case's recipe
-    asks for. Known answers of a platform that this machine is not are not computed again.
+    asks for. Known answers of a platform that this machine is not are not computed again; those of
+    a machine that is not on record are told, and differ only if no platform on record has them.
     """
     from samebits import recipe as recipes
     from samebits.contract.build import differences
@@ -204,13 +205,30 @@ def diff(
 
 
 def _rebuilt(contract: Contract, recipe: Recipe | None) -> Contract:
-    """What `build` would write now, with known answers where this machine can compute them."""
+    """What `build` would write now, with known answers where this machine can compute them.
+
+    A machine that is no platform of the contract is none of the difference either while its answers
+    are those of one: bits that do not depend on the instruction set are what a contract is for.
+    """
     from samebits import recipe as recipes
     from samebits.contract.build import build as build_contract
     from samebits.contract.platform import here
 
     asked = recipe or recipes.load(contract.case)
-    return build_contract(asked, previous=contract, probe=here(asked.platform))
+    built = build_contract(asked, previous=contract, probe=here(asked.platform))
+    known = contract.data["platforms"].values()
+    for key in built.data["platforms"].keys() - contract.data["platforms"].keys():
+        record = built.data["platforms"][key]
+        like = [r for r in known if r["known_answers"] == record["known_answers"]]
+        if like:
+            here_, there = (_words(r["description"]) for r in (record, like[0]))
+            typer.echo(f"{contract.case}: {here_} is not on record; answers as {there}", err=True)
+            return build_contract(asked, previous=contract, probe=False)
+    return built
+
+
+def _words(description: dict[str, str]) -> str:
+    return " ".join(f"{name} {value}" for name, value in sorted(description.items()))
 
 
 @app.command()

@@ -78,6 +78,22 @@ def test_diff_exits_1_and_names_the_fields(case, tmp_path):
     assert "qwen3-tiny: composition.gemm.row.constants.leaves\n  - 2\n  + 4" in told
 
 
+def test_a_machine_that_is_not_on_record_differs_by_its_answers_alone(case, monkeypatch):
+    from samebits.contract import build
+
+    run.invoke(app, ["build", str(case)])
+    describe = build.describe
+    monkeypatch.setattr(build, "describe", lambda kind: describe(kind) | {"isa": "another"})
+    same = run.invoke(app, ["diff", str(case)])
+    assert (same.exit_code, same.stdout) == (0, "")
+    assert "isa another" in same.stderr and "is not on record; answers as " in same.stderr
+    answers = build.run_probes
+    wrong = {"rope": "0" * 32}
+    monkeypatch.setattr(build, "run_probes", lambda *rest: answers(*rest) | wrong)
+    other = run.invoke(app, ["diff", str(case)])
+    assert other.exit_code == 1 and "qwen3-tiny: platforms." in other.stdout
+
+
 def test_an_unreadable_old_contract_is_replaced_and_said_so(case):
     (case / "contract.json").write_text("{}")
     result = run.invoke(app, ["build", str(case)])
