@@ -213,6 +213,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu-chunk-row": _on_gpu(gpu_pages.gdn, "chunk_row"),
     "gpu-cpr": _on_gpu(gpu_pages.gdn, "cpr"),
     "gpu-gdn-passes": _on_gpu(gpu_pages.gdn_passes),
+    "gpu-gdn-ceilings": _on_gpu(gpu_pages.gdn_ceilings),
 }
 PAGES = {
     "README.md": ("cases", "steps", "controls", "bench", "ladders", "pins"),
@@ -224,7 +225,12 @@ PAGES = {
         "gpu-head",
         "gpu-engines",
     ),
-    "samebits/ops/gdn/README.md": ("gpu-chunk-row", "gpu-cpr", "gpu-gdn-passes"),
+    "samebits/ops/gdn/README.md": (
+        "gpu-chunk-row",
+        "gpu-cpr",
+        "gpu-gdn-passes",
+        "gpu-gdn-ceilings",
+    ),
     "skill/prove-zero/references/legs.md": ("blind",),
 }
 

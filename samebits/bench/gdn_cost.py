@@ -196,15 +196,24 @@ def train(form: str, of: Layer) -> Cost:
 
 def decode(form: str, of: Layer) -> Cost:
     """Per token and value head, forms of `DECODE`; the mean over a chunk, its closing included."""
-    width = 4 if form == "chunk_row" else 2
-    # q, k, v, g, beta; o
-    once = Cost(0, 4 * of.keys + 2 * of.value_dim + 8, width * of.value_dim)
+    once = _decode_once(form, of)
     if form.startswith("native"):
         state = of.square * (4 if "fp32" in form else 2)
         return once + Cost(3 * of.square, state, state)
     step = _decode_cpr if form == "cpr" else _decode_chunk_row
     total = sum((step(i, of) for i in range(of.chunk)), Cost(0, 0, 0))
     return once + total.times(1 / of.chunk)
+
+
+def _decode_once(form: str, of: Layer) -> Cost:
+    """q, k, v, g, beta; o"""
+    width = 4 if form == "chunk_row" else 2
+    return Cost(0, 4 * of.keys + 2 * of.value_dim + 8, width * of.value_dim)
+
+
+def decode_step(i: int, of: Layer) -> Cost:
+    """chunk_row, per token and value head: of row i of a chunk, the last of which closes it."""
+    return _decode_once("chunk_row", of) + _decode_chunk_row(i, of)
 
 
 def _inverse_row(i: int, of: Layer) -> int:

@@ -10,12 +10,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from samebits import markdown
+from samebits.bench import gdn_cost
 
 Row = dict[str, Any]
 _PRODUCT = re.compile(r"gemm (\w+) (\d+) x (\d+) x (\d+) bf16(?:, (\d) leaves)?")
 _GDN = re.compile(r"gdn (\w+), (.+), (\d+) heads")
 _FLA = re.compile(r"\bfla\b")
 _BYTES = "bytes / 4.3 TB/s"
+_BANDWIDTH, _PEAK = 4.3e6, 989e6  # bytes and bf16 FLOPs in a microsecond, dense
+_STEP = re.compile(r"(prefill|train|decode) (\d+) x (\d+)(?:, (middle|closing))?")
 
 
 def _bold(text: str, met: bool | None) -> str:
@@ -174,3 +177,47 @@ def gdn_passes(rows: Sequence[Row]) -> str:
     sums = (x for row in used for x in (row["ours"], row["against"]["time"]))
     lines.append(["sum", *(f"{x:,.1f}" for x in sums)])
     return f"{_about(used)}\n\n{markdown.table(header, lines)}" if used else "Not measured."
+
+
+def gdn_ceilings(rows: Sequence[Row]) -> str:
+    """chunk_row's times beside what its kernels move and multiply, by the model of `gdn_cost`."""
+    lines, used = [], []
+    for row in rows:
+        parts = _GDN.fullmatch(row["work"])
+        step = _STEP.fullmatch(parts[2]) if parts and parts[1] == "chunk_row" else None
+        if not step or not _FLA.search(row["against"]["name"]):
+            continue
+        assert parts is not None
+        heads, tokens = int(parts[3]), int(step[2]) * int(step[3])
+        layer = gdn_cost.Layer(key_heads=heads // 2, value_heads=heads)
+        cost = _cost(step[1], step[4], layer).times(tokens * heads)
+        used.append(row)
+        lines.append(
+            [
+                parts[2],
+                str(heads),
+                f"{row['ours']:,}",
+                f"{cost.moved / 1e6:,.0f}",
+                f"{cost.moved / _BANDWIDTH / row['ours']:.2f}",
+                f"{cost.flops / 1e9:,.1f}",
+                f"{cost.flops / _PEAK / row['ours']:.2f}",
+            ]
+        )
+    order = {work: n for n, work in enumerate(dict.fromkeys(line[0] for line in lines))}
+    lines.sort(key=lambda line: (order[line[0]], int(line[1])))
+    header = ["chunk_row", "heads", "us", "MB", "of 4.3 TB/s", "GFLOP", "of 989 TFLOP/s"]
+    return f"{_about(used)}\n\n{markdown.table(header, lines)}" if used else "Not measured."
+
+
+def _cost(kind: str, phase: str | None, of: gdn_cost.Layer) -> gdn_cost.Cost:
+    """Per token and value head. `middle`: the mean over the rows of a chunk that do not close it,
+    since sequences are in all of those phases."""
+    if kind == "prefill":
+        return gdn_cost.prefill("chunk_row", of)
+    if kind == "train":
+        return gdn_cost.train("chunk_row", of)
+    last = of.chunk - 1
+    if phase == "closing":
+        return gdn_cost.decode_step(last, of)
+    steps = (gdn_cost.decode_step(i, of) for i in range(last))
+    return sum(steps, gdn_cost.Cost(0, 0, 0)).times(1 / last)

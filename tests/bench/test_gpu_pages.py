@@ -2,7 +2,7 @@
 
 import pytest
 
-from samebits.bench import pages
+from samebits.bench import gdn_cost, pages
 
 BASE = {"unit": "us", "hardware": "a GPU", "date": "2026-01-02", "others": []}
 
@@ -93,3 +93,37 @@ def test_engines_have_a_line_for_each_configuration():
     assert "|  | V2 | 2.0 MiB | 1.50 | - |" in text
     assert "targets 1.05, of" in text
     assert "gemm" not in text
+
+
+def test_a_time_of_gdn_is_held_against_what_its_kernels_move():
+    rows = [
+        row("gdn chunk_row, decode 16 x 1, closing, 8 heads", 10.0, "fla", 6.0, 2.0),
+        row("gdn chunk_row, prefill 1 x 128, 8 heads", 100.0, "fla", 6.0, 0.9),
+        row("gdn chunk_row, prefill 1 x 128, 8 heads", 100.0, "FlashQLA", 6.0, 1.25),
+        row("gdn chunk_row, prefill 1 x 128, 4 heads", 50.0, "fla", 6.0, 0.9),
+        *ROWS,
+    ]
+    lines = [line.split(" | ") for line in pages.gdn_ceilings(rows).splitlines()[4:]]
+    assert [line[:3] for line in lines] == [
+        ["| decode 16 x 1, closing", "8", "10.0"],
+        ["| prefill 1 x 128", "4", "50.0"],
+        ["| prefill 1 x 128", "8", "100.0"],
+    ]
+    layer = gdn_cost.Layer(4, 8)
+    moved = gdn_cost.prefill("chunk_row", layer).moved * 128 * 8
+    assert lines[2][3:5] == [f"{moved / 1e6:,.0f}", f"{moved / 4.3e6 / 100:.2f}"]
+    closing = gdn_cost.decode_step(63, layer)
+    assert closing.moved > 2 * gdn_cost.decode_step(62, layer).moved
+    assert lines[0][4] == f"{closing.moved * 16 * 8 / 4.3e6 / 10:.2f}"
+    # Over all rows of a chunk the mean is what a decoded token costs.
+    steps = sum((gdn_cost.decode_step(i, layer).moved for i in range(64)), 0.0) / 64
+    assert steps == pytest.approx(gdn_cost.decode("chunk_row", layer).moved)
+    assert pages.gdn_ceilings([]) == "Not measured."
+
+
+def test_passes_of_a_layer_stand_beside_native_ones():
+    assert pages.gdn_passes(ROWS) == "Not measured."
+    passes = {"core": [2.0, 3.0], "gate": [1.0, None]}
+    table = pages.gdn_passes([row("passes of decode", 3.0, "fla", 3.0) | {"passes": passes}])
+    assert "| pass | decode | native |" in table
+    assert "| gate | 1.0 | - |" in table and "| sum | 3.0 | 3.0 |" in table
