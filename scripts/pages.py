@@ -130,7 +130,7 @@ def _kinds(rows: list[dict]) -> list[list[str]]:
     """Columns for each operator and what it is compared with: ratios, and targets met."""
     found: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
-        if row["ratio"] is not None:
+        if row["ratio"] is not None and "passes" not in row:  # of a row beside them
             found.setdefault((row["work"].split()[0], row["against"]["name"]), []).append(row)
     lines = []
     for (work, against), group in found.items():
