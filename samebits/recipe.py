@@ -228,7 +228,7 @@ class Recipe:
 
     @property
     def run(self) -> Mapping[str, int]:
-        """Sizes of a recorded run that differ from `gates.prove.Size.full`."""
+        """Sizes of a recorded run that differ from `gates.sizes.Size.full`."""
         return self.data.get("run", {})
 
     @property

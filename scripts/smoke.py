@@ -32,7 +32,8 @@ from samebits.engines.trainer import OptimizerSettings
 from samebits.engines.trainer_batch import TrainBatch
 from samebits.errors import SamebitsError
 from samebits.gates import stages, workload
-from samebits.gates.prove import Size, open_run
+from samebits.gates.prove import open_run
+from samebits.gates.sizes import Size
 from samebits.mismatch import as_bits
 from samebits.patching.workspace import Workspace
 

@@ -49,7 +49,7 @@ def rows() -> Iterator[Row]:
         for count in DECODES:
             theirs, *ours = medians(decode_sides(heads, count))
             for (schedule, phase), time in zip(_decodes(count), ours, strict=True):
-                target = 2.0 if phase == "closing" else 1.0
+                target: float | None = 2.0 if phase == "closing" else 1.0
                 if phase == "middle" and count == CLOSED:
                     target = TARGETS.get(heads)
                 work = f"gdn {schedule}, decode {count} x 1, {phase}, {heads} heads"

@@ -142,7 +142,8 @@ def _locate(
 ) -> int:
     """Exit code 1 when a pair of arms differs, 3 when a note is all there is, else 0."""
     from samebits.gates import locate
-    from samebits.gates.prove import Size, locked_run
+    from samebits.gates.prove import locked_run
+    from samebits.gates.sizes import Size
     from samebits.recipe import load
 
     with locked_run(case, Size.of(load(case), quick=quick, record=record)) as run:

@@ -37,7 +37,8 @@ def rl(
     """
     from samebits.gates import locate
     from samebits.gates import rl as gate
-    from samebits.gates.prove import Size, locked_run
+    from samebits.gates.prove import locked_run
+    from samebits.gates.sizes import Size
     from samebits.gates.streams import compare
 
     with locked_run(case, Size()) as run:

@@ -29,7 +29,8 @@ def trace(
     """
     from samebits.casework.inventory import PROBLEMS
     from samebits.gates import inventory
-    from samebits.gates.prove import Size, locked_run
+    from samebits.gates.prove import locked_run
+    from samebits.gates.sizes import Size
 
     with locked_run(case, Size.quick()) as run:
         found = inventory.take(run)

@@ -50,7 +50,7 @@ def not_covered(platform: str, left_out: tuple[str, ...] = ()) -> tuple[str, ...
 
 
 def command(case: str, flag: str = "") -> str:
-    """The command that repeats a run; `flag` as of `gates.prove.Size`."""
+    """The command that repeats a run; `flag` as of `gates.sizes.Size`."""
     return f"samebits prove {case}{flag}"
 
 

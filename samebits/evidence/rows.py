@@ -1,4 +1,4 @@
-"""What a run writes in every row, by leg and name: `gates.prove` writes it, `verify` demands it."""
+"""What a run writes in every row, by leg and name: `gates.legs` writes it, `verify` demands it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from samebits.recipe import Recipe
 # two more than the longest sequence fills, unless the size of the run says how many.
 STRESS = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
 _SPARE_PAGES = 2
-# Setting of the stress engine -> option of a run that replaces it (`gates.prove.Size`).
+# Setting of the stress engine -> option of a run that replaces it (`gates.sizes.Size`).
 _STRESS_OPTIONS = {
     "max_num_batched_tokens": "stress_tokens",
     "max_num_seqs": "stress_seqs",

@@ -10,7 +10,7 @@ from samebits import recipe as recipes
 from samebits.casework import layouts, memory
 from samebits.contract.build import build
 from samebits.gates import workload
-from samebits.gates.prove import Size
+from samebits.gates.sizes import Size
 
 
 def new(*args: str) -> int:

@@ -13,7 +13,7 @@ from samebits.contract import Contract
 from samebits.contract.build import build, seal, write
 from samebits.contract.fits import GDN, misfits
 from samebits.errors import Refused
-from samebits.gates import prove
+from samebits.gates import prove, sizes
 from samebits.patching.workspace import Workspace
 from samebits.weights import sources
 
@@ -90,7 +90,7 @@ def test_a_recipe_that_changed_is_refused_until_its_contract_is_built(checkout, 
     path.write_text(path.read_text().replace(old, new))
     recipe = recipes.load("qwen3-tiny")
     with pytest.raises(Refused, match="SB0323") as error:
-        prove.open_run("qwen3-tiny", prove.Size())
+        prove.open_run("qwen3-tiny", sizes.Size())
     assert field in error.value.seen
     assert field in [name for name, _, _ in misfits(Contract.load(recipe.folder).data, recipe)]
 

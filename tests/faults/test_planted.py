@@ -10,7 +10,7 @@ from samebits import recipe as recipes
 from samebits.engines.rollout import RolloutSettings
 from samebits.engines.trainer_process import _environment
 from samebits.evidence import verdict
-from samebits.gates import prove, stages, workload
+from samebits.gates import sizes, stages, workload
 from samebits.ops import attention, gdn, gemm, logprob, rms_norm
 from samebits.plan import ReductionPlan
 
@@ -82,7 +82,7 @@ def test_the_cut_tells_a_sequence_alone_from_one_in_the_batch_of_a_control(case)
     """Rows alone: whole steps of the budget, then the end. In the batch every step but one is
     full, and the first may hold one request where the others come late."""
     recipe, budget = recipes.load(case), stages._CONTROL_BUDGET
-    size = prove.Size.of(recipe, quick=True, record=False)
+    size = sizes.Size.of(recipe, quick=True, record=False)
     asked = (size.control_requests, size.control_response, size.control_prompt)
     controls = workload.control(recipe, None, *asked)  # no prompts of its own, so no tokenizer
     lengths = [len(r.prompt) + r.max_tokens for r in controls]

@@ -8,7 +8,7 @@ import pytest
 from samebits.errors import Refused
 from samebits.evidence import pairs, required
 from samebits.evidence.verdict import judge
-from samebits.gates import fired, page, prove, rl
+from samebits.gates import fired, page, prove, rl, sizes
 from samebits.gates.run import Stage
 from samebits.gates.streams import Stream
 
@@ -45,7 +45,7 @@ def _with_nan(stream):
 def test_equal_streams_with_diverging_controls_are_equal(finished):
     run, done = finished
     if run.recipe.rl:  # as many steps as a quick run has
-        size = prove.Size.quick()
+        size = sizes.Size.quick()
         for arm, steps in (("aligned", size.rl_steps), ("stock", size.stock_rl_steps)):
             stage = done[f"rl_{arm}"]
             stage.facts["steps"][steps:] = []

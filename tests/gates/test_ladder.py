@@ -16,7 +16,7 @@ from samebits.casework import ladder as record
 from samebits.casework import writeup
 from samebits.casework.ladder import Leg, Rung
 from samebits.errors import Refused
-from samebits.gates import ladder, prove
+from samebits.gates import ladder, prove, sizes
 from samebits.gates.run import Stage
 from samebits.gates.streams import Stream
 from samebits.ops import registry
@@ -260,7 +260,7 @@ def test_options_of_a_ladder_need_one(capsys):
 def test_a_run_that_judges_a_case_is_refused_in_the_process_of_a_control(monkeypatch):
     monkeypatch.setenv("SAMEBITS_ARITHMETIC", runtime.only(["rope"]))
     with pytest.raises(Refused, match="SB0930"):
-        prove.open_run(CASE, prove.Size())
+        prove.open_run(CASE, sizes.Size())
 
 
 def test_the_last_rung_is_the_aligned_arithmetic_itself(case):

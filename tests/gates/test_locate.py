@@ -11,7 +11,7 @@ import pytest
 from samebits.engines.rollout_wire import Completion
 from samebits.errors import Different, Refused
 from samebits.evidence import comparison
-from samebits.gates import capsule, locate, prove, rl
+from samebits.gates import capsule, legs, locate, rl
 from samebits.gates.locate import arms, pairs, refit, reporting
 from samebits.gates.locate.arms import Arm, Arms, Subject
 from samebits.gates.streams import Stream
@@ -79,7 +79,7 @@ def _compared(case, stages_of, run_of, monkeypatch) -> set[str]:
     from samebits import recipe as recipes
 
     run = run_of(case)
-    records, _, _ = prove._judge(run, stages_of(recipes.load(case)))
+    records, _, _ = legs.judge(run, stages_of(recipes.load(case)))
     return {record["name"] for record in records}
 
 

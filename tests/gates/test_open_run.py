@@ -8,7 +8,7 @@ from samebits import recipe as recipes
 from samebits.contract import Contract
 from samebits.contract.build import seal
 from samebits.errors import Refused
-from samebits.gates import prove
+from samebits.gates import prove, sizes
 from samebits.ops import gpu
 from samebits.patching import trees
 from samebits.weights import sources
@@ -36,7 +36,7 @@ def prepared(monkeypatch):
 
 def test_trees_of_the_series_come_before_the_model(prepared):
     with pytest.raises(Reached):
-        prove.open_run(CASE, prove.Size())
+        prove.open_run(CASE, sizes.Size())
     assert prepared == [*recipes.load(CASE).series, "model"]
     assert {"vllm", "megatron"} <= set(prepared)
 
@@ -48,7 +48,7 @@ def test_an_edited_tree_is_refused_before_anything_starts(prepared, monkeypatch)
 
     monkeypatch.setattr(trees, "tree_path", edited)
     with pytest.raises(Refused, match="SB0114"):
-        prove.open_run(CASE, prove.Size())
+        prove.open_run(CASE, sizes.Size())
     assert prepared == []
 
 
@@ -61,7 +61,7 @@ def test_a_changed_operator_is_refused_before_anything_starts(prepared, monkeypa
     changed = seal(data, bound.path)
     monkeypatch.setattr(Contract, "of", classmethod(lambda cls, recipe: changed))
     with pytest.raises(Refused, match="SB0309") as caught:
-        prove.open_run(CASE, prove.Size())
+        prove.open_run(CASE, sizes.Size())
     assert caught.value.seen.startswith("rope: source of rope.cpu.")
     assert caught.value.hint == f"samebits contract diff {CASE}"
     assert prepared == []
@@ -75,6 +75,6 @@ def test_a_platform_that_this_machine_is_not_is_refused_before_anything(prepared
     )
     gpu.prepare.cache_clear()
     with pytest.raises(Refused, match="SB0451") as caught:
-        prove.open_run(gpu_only, prove.Size())
+        prove.open_run(gpu_only, sizes.Size())
     assert (caught.value.seen, caught.value.hint) == ("no usable GPU", "samebits doctor")
     assert prepared == []

@@ -6,7 +6,7 @@ import pytest
 
 from samebits import prompts
 from samebits.errors import NotObserved, Refused
-from samebits.gates import prove, stages, workload
+from samebits.gates import prove, sizes, stages, workload
 from samebits.gates.run import Run
 
 
@@ -59,12 +59,12 @@ def ran(run, stages_of, monkeypatch):
 
 
 def test_all_stages_of_a_case_run_once(run, ran):
-    found = prove._stages(run, prove.Size.quick())
+    found = prove._stages(run, sizes.Size.quick())
     for first, then in (("rollout_stress", "trainer"), ("stock_rollout", "stock_trainer")):
         assert ran.names.index(first) < ran.names.index(then)
     assert len(set(ran.names)) == len(ran.names)
     assert {"trainer_tp2", "rollout_tp2", "planted_ranks"} <= set(found)
-    assert prove._stages(run, prove.Size.quick()).keys() == found.keys()
+    assert prove._stages(run, sizes.Size.quick()).keys() == found.keys()
     assert len(ran.names) == len(found)  # the second time all were reused
 
 
@@ -72,7 +72,7 @@ def test_a_shared_seed_stops_the_run_before_any_engine(run, ran, monkeypatch):
     twice = workload.control(run.recipe, run.model, 4, 4)[:1] * 2
     monkeypatch.setattr(workload, "control", lambda *_: twice)
     with pytest.raises(Refused, match="SB0913"):
-        prove._stages(run, prove.Size.quick())
+        prove._stages(run, sizes.Size.quick())
     assert ran.names == []
 
 
@@ -92,7 +92,7 @@ def test_sides_that_disagree_stop_the_run(run, ran, stage, change, error):
         change = {"info": facts["info"] | change["info"]}
     facts.update(change)
     with pytest.raises((Refused, NotObserved), match=error):
-        prove._stages(run, prove.Size.quick())
+        prove._stages(run, sizes.Size.quick())
     assert "planted_ranks" not in ran.names
 
 
@@ -104,5 +104,5 @@ def test_a_layout_with_another_contract_is_refused(run, ran, stage):
     else:
         facts["contract"] = "0" * 64
     with pytest.raises(Refused, match="SB0312") as error:
-        prove._stages(run, prove.Size.quick())
+        prove._stages(run, sizes.Size.quick())
     assert stage in error.value.seen

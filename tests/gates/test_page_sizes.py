@@ -9,7 +9,7 @@ import pytest
 from samebits import recipe as recipes
 from samebits.casework import engine
 from samebits.errors import Refused
-from samebits.gates import advice, capsule, fired, forecast, pages, prove, workload
+from samebits.gates import advice, capsule, fired, forecast, pages, sizes, workload
 
 
 def of(page: int, *, interval: int = 4, **sizes: int) -> recipes.Recipe:
@@ -139,7 +139,7 @@ def test_a_case_of_a_gpu_keeps_its_settings_and_requests(tmp_path):
 )
 def test_recorded_cases_have_the_requests_that_they_were_recorded_with(case, digest, tmp_path):
     recipe = recipes.load(case)
-    size = prove.Size.of(recipe, quick=False, record=True)
+    size = sizes.Size.of(recipe, quick=False, record=True)
     requests = workload.main(recipe, tmp_path, size.requests, size.response, 65)
     capsule.write(requests, tmp_path / "capsule.json")
     found = hashlib.sha256((tmp_path / "capsule.json").read_bytes()).hexdigest()

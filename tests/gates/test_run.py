@@ -20,8 +20,9 @@ from samebits.contract import Contract
 from samebits.errors import Refused
 from samebits.gates import lanes, prove, stages
 from samebits.gates import run as runs
-from samebits.gates.prove import Size, locked_run
+from samebits.gates.prove import locked_run
 from samebits.gates.run import Run, Stage
+from samebits.gates.sizes import Size
 from samebits.gates.streams import Stream, compare
 from samebits.patching.workspace import Workspace
 
