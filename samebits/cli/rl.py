@@ -63,6 +63,13 @@ def rl(
     raise typer.Exit(1 if total.mismatches else 0)
 
 
+def _cell(value: float | None) -> str:
+    """A number of a step; nothing refits after the last one."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
 def _table(steps) -> None:
     names = (
         *("tokens", "mismatches", "max_abs", "mean_abs", "k3_kl", "is_ratio_max"),
@@ -71,6 +78,6 @@ def _table(steps) -> None:
     )
     rows = []
     for record in steps:
-        cells = [f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for v in map(record.get, names)]
+        cells = [_cell(record.get(name)) for name in names]
         rows.append([str(record["step"]), *cells])
     show_table(("step", *names), rows, right=names)

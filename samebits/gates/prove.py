@@ -246,7 +246,7 @@ def state(run: Run, done: Mapping[str, Stage], *, quick: bool, started: str) -> 
         rl=rl_record,
         dependencies=run.dependencies,
         intent=describe(run.recipe.platform),
-        seeds={**capsule.SEEDS, **_rl_seed(run.recipe)},
+        seeds=required.seeds(run.recipe),
         switches=_switches(run, done),
         not_covered=required.not_covered(run.recipe.platform, run.recipe.left_out),
     )
@@ -256,11 +256,10 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _rl_seed(recipe: Recipe) -> dict[str, int]:
-    return {"rl": recipe.rl["seed"]} if recipe.rl else {}
-
-
 def _switches(run: Run, done: Mapping[str, Stage]) -> dict[str, str]:
+    if run.recipe.refits_only:
+        facts = done["rl_aligned"].facts
+        return semantic.switches(facts["semantics"], facts["pairs"])
     requests = capsule.read(run.folder / "capsule.json")
     pairs = semantic.distinct((request.prompt, request.seed) for request in requests)
     return semantic.switches(done["rollout_stress"].facts["semantics"], pairs)
@@ -283,19 +282,8 @@ def _relaxed(recipe: Recipe, comparisons, oracles) -> Recipe:
 
 def _stages(run: Run, size: Size) -> dict[str, Stage]:
     """Run what the recipe's legs need, side by side, with what finds a broken setup first."""
-    budget = stages.stress(run)["max_num_batched_tokens"]
-    requests = workload.main(run.recipe, run.model, size.requests, size.response, budget)
-    if size.long_prompt is not None:
-        requests.append(workload.long(run.recipe, size.long_prompt, size.response))
-    capsule.write(requests, run.folder / "capsule.json")
-    controls = workload.control(
-        run.recipe, run.model, size.control_requests, size.control_response, size.control_prompt
-    )
-    for capsule_requests in (requests, controls):
-        semantic.distinct((request.prompt, request.seed) for request in capsule_requests)
-    forecast.check(run, requests)
     done: dict[str, Stage] = {}
-    works = _works(run, size, requests, controls, done)
+    works = _refit_works(run, size) if run.recipe.refits_only else _all_works(run, size, done)
     begun = time.monotonic()
     for count, (name, stage) in enumerate(lanes.run(works), start=1):
         took = "not needed"
@@ -310,6 +298,37 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
         if {"rollout_stress", "trainer"} <= done.keys():
             _agree(run, done)
     return done
+
+
+def _rl_task(run: Run, size: Size, arithmetic: str, *after: str) -> lanes.Task:
+    """An arm of the RL run. The aligned one waits for the other: two optimizers at a time would
+    double the memory of a run."""
+    sizes = {"stock": (size.stock_rl_steps, size.stock_rl_prompts), "aligned": (size.rl_steps,)}
+    work = functools.partial(_rl, run, arithmetic, *sizes[arithmetic])
+    name = f"rl_{arithmetic}"
+    alone = stages.rl_alone(run.recipe)
+    return lanes.Task(name, functools.partial(run.stage, name, work), after, alone)
+
+
+def _refit_works(run: Run, size: Size) -> list[lanes.Task]:
+    """The stages of a case that claims leg E alone."""
+    return [_rl_task(run, size, "stock"), _rl_task(run, size, "aligned", "rl_stock")]
+
+
+def _all_works(run: Run, size: Size, done: Mapping[str, Stage]) -> list[lanes.Task]:
+    """All stages, once the capsules of a run are written and their hazards forecast."""
+    budget = stages.stress(run)["max_num_batched_tokens"]
+    requests = workload.main(run.recipe, run.model, size.requests, size.response, budget)
+    if size.long_prompt is not None:
+        requests.append(workload.long(run.recipe, size.long_prompt, size.response))
+    capsule.write(requests, run.folder / "capsule.json")
+    controls = workload.control(
+        run.recipe, run.model, size.control_requests, size.control_response, size.control_prompt
+    )
+    for capsule_requests in (requests, controls):
+        semantic.distinct((request.prompt, request.seed) for request in capsule_requests)
+    forecast.check(run, requests)
+    return _works(run, size, requests, controls, done)
 
 
 def _tell_unfired(run: Run, name: str, done: Mapping[str, Stage]) -> None:
@@ -349,18 +368,11 @@ def _works(
         return done["stock_rollout"].facts["sequences"]
 
     alone = stages.rl_alone(run.recipe)
-
-    def add_rl_stock() -> None:
-        def work() -> Stage:
-            return _rl(run, "stock", size.stock_rl_steps, size.stock_rl_prompts)
-
-        add("rl_stock", work, alone=alone)
-
     if run.recipe.rl is not None and alone:
-        add_rl_stock()  # first: it needs most memory
+        works.append(_rl_task(run, size, "stock"))  # first: it needs most memory
     add("rollout_stress", lambda: stages.rollout_stress(run, requests))
     if run.recipe.rl is not None and not alone:
-        add_rl_stock()  # early, because it keeps one core busy for longest
+        works.append(_rl_task(run, size, "stock"))  # early: it keeps one core busy for longest
     add("stock_rollout", lambda: stages.rollout_control(run, controls, arithmetic="stock"))
     add(
         "rollout_plain",
@@ -376,9 +388,7 @@ def _works(
     if run.recipe.gdn_schedule is not None:
         _gdn_works(run, requests, own, add)
     if run.recipe.rl is not None:
-        # After the other arm: two optimizers at a time would double the memory of a run.
-        work = functools.partial(_rl, run, "aligned", size.rl_steps)
-        add("rl_aligned", work, "trainer", "rl_stock", alone=alone)
+        works.append(_rl_task(run, size, "aligned", "trainer", "rl_stock"))
     add(
         "stock_trainer",
         lambda: stages.trainer_score(run, own(), base=base, arithmetic="stock"),
@@ -421,10 +431,9 @@ def _gdn_works(
 
 
 def _rl(run: Run, arithmetic: str, steps: int | None, prompts_per_step: int | None = None) -> Stage:
-    assert run.recipe.rl is not None
     return rl.run_rl(
         run,
-        steps=steps or run.recipe.rl["steps"],
+        steps=steps or rl.settings_of(run.recipe)["steps"],
         arithmetic=arithmetic,
         prompts_per_step=prompts_per_step,
         refitted_tokens=CONTROL_TOKENS if arithmetic == "stock" else 0,
@@ -530,9 +539,10 @@ def _judge(run: Run, done: Mapping[str, Stage]):
     """Comparison, oracle and RL records of everything that ran."""
     legs = run.recipe.legs
     book = _Book(run)
-    _leg_a(book, done)
-    (_leg_b if "rollout_paged" not in done else _leg_b_of_states)(book, done)
-    _leg_c(book, done)
+    if not run.recipe.refits_only:
+        _leg_a(book, done)
+        (_leg_b if "rollout_paged" not in done else _leg_b_of_states)(book, done)
+        _leg_c(book, done)
     if "D" in legs:
         _leg_d(book, run, done)
     rl_record = None
