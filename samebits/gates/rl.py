@@ -149,8 +149,8 @@ def settings_of(recipe: Recipe) -> Mapping[str, Any]:
 
 def _spared(run: Run, arithmetic: str) -> bool:
     """Whether no prompt has to fill a page: a control drops no cache, and large pages cost it most
-    of its time, above all in torch's bf16 gradients."""
-    large = pages.large(run.recipe.platform, run.recipe.engine["block_size"])
+    of its time, and of its memory, above all in torch's rule of recurrent layers."""
+    large = run.recipe.engine["block_size"] >= 2 * pages.PAGE
     return arithmetic == "stock" and run.recipe.gdn_schedule is not None and large
 
 
