@@ -260,8 +260,9 @@ def _memory(arm: str, trainer: TrainerProcess) -> dict[str, int]:
     """Most bytes that the trainer held: tensors on a GPU, and its process on the host."""
     info = trainer.info()
     found = {name: info[name] for name in ("peak_gpu_bytes", "peak_rss_bytes")}
-    gpu, host = (size / (1 << 30) for size in found.values())
-    say(f"rl {arm}: the trainer held up to {gpu:.1f} GiB of a GPU and {host:.1f} GiB of the host")
+    places = zip(("a GPU", "the host"), found.values(), strict=True)
+    sizes = [f"{size / (1 << 30):.1f} GiB of {place}" for place, size in places if size]
+    say(f"rl {arm}: the trainer held up to {' and '.join(sizes)}")
     return found
 
 
