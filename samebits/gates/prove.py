@@ -301,8 +301,8 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
 
 
 def _rl_task(run: Run, size: Size, arithmetic: str, *after: str) -> lanes.Task:
-    """An arm of the RL run. The aligned one waits for the other: two optimizers at a time would
-    double the memory of a run."""
+    """An arm of the RL run. One waits for the other: two optimizers at a time would double the
+    memory of a run."""
     sizes = {"stock": (size.stock_rl_steps, size.stock_rl_prompts), "aligned": (size.rl_steps,)}
     work = functools.partial(_rl, run, arithmetic, *sizes[arithmetic])
     name = f"rl_{arithmetic}"
@@ -311,8 +311,8 @@ def _rl_task(run: Run, size: Size, arithmetic: str, *after: str) -> lanes.Task:
 
 
 def _refit_works(run: Run, size: Size) -> list[lanes.Task]:
-    """The stages of a case that claims leg E alone."""
-    return [_rl_task(run, size, "stock"), _rl_task(run, size, "aligned", "rl_stock")]
+    """The stages of a case that claims leg E alone; the claim comes first."""
+    return [_rl_task(run, size, "aligned"), _rl_task(run, size, "stock", "rl_aligned")]
 
 
 def _all_works(run: Run, size: Size, done: Mapping[str, Stage]) -> list[lanes.Task]:

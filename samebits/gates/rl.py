@@ -68,7 +68,8 @@ def run_rl(
     if prompts_per_step is not None:
         settings = {**settings, "prompts_per_step": prompts_per_step}
     _use_patched_verl(run)
-    asked = tasks.of(run.recipe, run.model, _needed(settings), paged=not _spared(run, arithmetic))
+    spared = _spared(run, arithmetic)
+    asked = tasks.of(run.recipe, run.model, _needed(settings), paged=not spared)
     most = steps * _STEPS_AT_MOST if refitted_tokens else steps
     plan = _plan(asked, settings, most)
     pairs = semantic.distinct(
@@ -78,7 +79,11 @@ def run_rl(
     )
     traces = {side: getattr(look, side) if look else None for side in ("rollout", "trainer")}
     rollout_settings = RolloutSettings.of(
-        run.recipe, run.model, arithmetic=arithmetic, trace=traces["rollout"]
+        run.recipe,
+        run.model,
+        arithmetic=arithmetic,
+        trace=traces["rollout"],
+        prefix_caching=not spared,
     )
     optimizer = OptimizerSettings(lr=float(settings["learning_rate"]), name=run.recipe.optimizer)
     streams = {"rollout": Stream(), "trainer": Stream()}
@@ -148,8 +153,8 @@ def settings_of(recipe: Recipe) -> Mapping[str, Any]:
 
 
 def _spared(run: Run, arithmetic: str) -> bool:
-    """Whether no prompt has to fill a page: a control drops no cache, and large pages cost it most
-    of its time, and of its memory, above all in torch's rule of recurrent layers."""
+    """Whether no prompt has to fill a page, and none is cached: a control drops no cache, and large
+    pages cost it most of its time and memory, in torch's rule of recurrent layers."""
     large = run.recipe.engine["block_size"] >= 2 * pages.PAGE
     return arithmetic == "stock" and run.recipe.gdn_schedule is not None and large
 

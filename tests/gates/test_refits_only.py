@@ -86,8 +86,8 @@ def begun(finished, monkeypatch):
 def test_its_two_arms_are_all_that_runs(begun):
     size = dataclasses.replace(prove.Size.full(), stock_rl_steps=2, stock_rl_prompts=1)
     found = prove._stages(begun.run, size)
-    assert [*found] == ["rl_stock", "rl_aligned"]
-    assert begun.arms == [("stock", 2, 1), ("aligned", begun.run.recipe.rl["steps"], None)]
+    assert [*found] == ["rl_aligned", "rl_stock"]
+    assert begun.arms == [("aligned", begun.run.recipe.rl["steps"], None), ("stock", 2, 1)]
     assert not (begun.run.folder / "capsule.json").exists()
     prove._stages(begun.run, prove.Size.quick())
     assert len(begun.arms) == 2  # finished stages are reused
