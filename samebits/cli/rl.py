@@ -32,8 +32,8 @@ def rl(
 ) -> None:
     """Run a short on-policy RL loop and count differing log-probabilities.
 
-    A step is a rollout in vLLM, a score in Megatron, verl's loss, an optimizer step and a refit.
-    A sequence is numbered step x 1000 + its place in the step.
+    A step is a rollout in vLLM, a score in Megatron, verl's loss, an optimizer step and, unless it
+    is the last, a refit. A sequence is numbered step x 1000 + its place in the step.
     """
     from samebits.gates import locate
     from samebits.gates import rl as gate

@@ -127,9 +127,7 @@ def run_rl(
                 _report(arithmetic, record)
                 break
             record |= train()
-            if (
-                step < most
-            ):  # what the rollout would get after the last step is compared with nothing
+            if step < most:  # after the last one the rollout samples nothing
                 with _timed(record, "refit"), trainer.export() as manifest:
                     dropped = engine.sync_weights(manifest)["dropped_blocks"]
                 record["dropped_blocks"] = dropped
