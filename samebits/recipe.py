@@ -222,6 +222,11 @@ class Recipe:
         return self.data.get("rl")
 
     @property
+    def refits_only(self) -> bool:
+        """Whether the case claims leg E alone: then its RL run is all that runs."""
+        return set(self.data["legs"]) == {"E"}
+
+    @property
     def optimizer(self) -> str:
         """Optimizer of the RL run: `adam`, or `sgd` without momentum."""
         return (self.rl or {}).get("optimizer", "adam")

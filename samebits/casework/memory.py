@@ -93,6 +93,32 @@ def pass_bytes(config: Mapping[str, Any]) -> int:
     return config["num_hidden_layers"] * layer * _BF16 + logits
 
 
+def recurrent_bytes(config: Mapping[str, Any], *, stock: bool) -> int:
+    """What one token adds to `pass_bytes`, which counts full attention, for recurrent layers.
+
+    For each of these, in ours: all that is projected, fp32 queries and keys before their norm, both
+    and values behind it, fp32 outputs and these normed, a row of T. In Megatron's, which computes
+    the rule in torch (`stock`): gates and what is convolved at several places, a second product of
+    the MLP, and of every head in fp32 fifteen vectors and the triangles of a chunk's inverse, one
+    for each of its rows.
+    """
+    if config.get("full_attention_interval") is None:
+        return 0
+    from samebits.ops.gdn import CHUNK
+
+    heads, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    inner = heads * size
+    if stock:
+        layer = 8 * _BF16 * inner + 4 * _BF16 * (keys + inner)
+        layer += 2 * _BF16 * config["intermediate_size"]
+        layer += heads * (15 * size + CHUNK * CHUNK // 3) * _FP32
+    else:
+        layer = (keys + 2 * inner + 2 * heads) * _BF16 + keys * (_FP32 + _BF16)
+        layer += inner * (2 * _BF16 + _FP32) + heads * CHUNK * _BF16
+    return _linear_layers(config) * layer
+
+
 def rl_bytes(config: Mapping[str, Any], optimizer: str) -> int:
     """What an RL run keeps for the parameters on one rank: weights in both engines, a gradient in
     fp32, and the optimizer's."""

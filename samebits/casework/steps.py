@@ -7,6 +7,7 @@ checks it. A ledger adds what people decided; it can stop a step, never finish o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -112,6 +113,22 @@ class Case:
         if not self.local or not isinstance(self.contract, Contract):
             return None
         return inventory.read(self._runs, self.contract)
+
+    @cached_property
+    def siblings(self) -> list[Recipe]:
+        """Other cases of the same model and weights, with its operators and patches: what one of
+        them claims, this one need not show again."""
+
+        def parts(of: Recipe) -> list[Any]:
+            return [of.platform, *(of.data[part] for part in ("model", "series", "contract"))]
+
+        found = []
+        for name in recipes.known_cases():
+            with contextlib.suppress(SamebitsError):  # a broken case shows nothing of another
+                recipe = recipes.load(name)
+                if name != self.name and parts(recipe) == parts(self.recipe):
+                    found.append(recipe)
+        return found
 
     @property
     def _runs(self) -> Path:
@@ -291,13 +308,20 @@ def _proved_alike(recipe: Recipe) -> str | None:
     return None
 
 
+def _claims(recipe: Recipe, name: str) -> bool:
+    """Whether a recipe claims a leg, or `rl`."""
+    return recipe.rl is not None if name == "rl" else name in recipe.legs
+
+
 def _leg(name: str, step: str) -> Callable[[Case], Found]:
     """What recorded evidence says of a leg, or of `rl`."""
 
     def find(case: Case) -> Found:
-        asked = case.recipe.rl is not None if name == "rl" else name in case.recipe.legs
         what = "RL run" if name == "rl" else f"leg {name}"
-        if not asked:
+        if not _claims(case.recipe, name):
+            other = next((r.case for r in case.siblings if _claims(r, name)), None)
+            if other is not None:
+                return Found(OUT, f"{other} claims {what} of the same model, with its weights")
             return _unasked(case, what, step)
         result = case.recorded
         if isinstance(result, NotObserved):

@@ -146,7 +146,10 @@ def _locate(
     from samebits.gates.sizes import Size
     from samebits.recipe import load
 
-    with locked_run(case, Size.of(load(case), quick=quick, record=record)) as run:
+    recipe = load(case)
+    if recipe.refits_only:
+        pair = pair or locate.REFITS
+    with locked_run(case, Size.of(recipe, quick=quick, record=record)) as run:
         found = locate.one_sequence(run, sequence, pair)
     if as_json:
         show_json([report.as_dict() for report in found])

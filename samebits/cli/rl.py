@@ -32,8 +32,8 @@ def rl(
 ) -> None:
     """Run a short on-policy RL loop and count differing log-probabilities.
 
-    A step is a rollout in vLLM, a score in Megatron, verl's loss, an optimizer step and a refit.
-    A sequence is numbered step x 1000 + its place in the step.
+    A step is a rollout in vLLM, a score in Megatron, verl's loss, an optimizer step and, unless it
+    is the last, a refit. A sequence is numbered step x 1000 + its place in the step.
     """
     from samebits.gates import locate
     from samebits.gates import rl as gate
@@ -64,6 +64,13 @@ def rl(
     raise typer.Exit(1 if total.mismatches else 0)
 
 
+def _cell(value: float | None) -> str:
+    """A number of a step; nothing refits after the last one."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
 def _table(steps) -> None:
     names = (
         *("tokens", "mismatches", "max_abs", "mean_abs", "k3_kl", "is_ratio_max"),
@@ -72,6 +79,6 @@ def _table(steps) -> None:
     )
     rows = []
     for record in steps:
-        cells = [f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for v in map(record.get, names)]
+        cells = [_cell(record.get(name)) for name in names]
         rows.append([str(record["step"]), *cells])
     show_table(("step", *names), rows, right=names)

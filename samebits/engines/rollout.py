@@ -135,12 +135,14 @@ class RolloutEngine:
     Refused SB0512 when a process of the engine ended.
     """
 
-    def __init__(self, settings: RolloutSettings) -> None:
+    def __init__(self, settings: RolloutSettings, *, wait: bool = True) -> None:
+        """Start the engine; without `wait` it goes on starting, and `ready` has to come before any
+        other call."""
         self.settings = settings
         self._sizes: dict[str, Counter[str]] = {"generate": Counter(), "score": Counter()}
         self._log = tempfile.TemporaryFile("w+b", prefix="samebits-rollout-")  # noqa: SIM115
         segments.remove_stale(segments.ROLLOUT)  # of runs that were killed
-        started = time.monotonic()
+        self._began, self._started = time.monotonic(), False
         self._say(f"starting vLLM ({settings.arithmetic}, {settings.tensor_parallel_size} rank(s))")
         ours, theirs = socket.socketpair()
         with theirs:
@@ -155,11 +157,18 @@ class RolloutEngine:
             )
         self._pipe = Connection(ours.detach())
         try:
-            self._call("start", {**asdict(settings), "model": str(settings.model)})
+            self._send("start", {**asdict(settings), "model": str(settings.model)})
+            if wait:
+                self.ready()
         except BaseException:
             self._end()
             raise
-        self._say(f"vLLM ready after {time.monotonic() - started:.1f} s")
+
+    def ready(self) -> None:
+        """Wait until the engine has started."""
+        self._answer(_START_SECONDS)
+        self._started = True
+        self._say(f"vLLM ready after {time.monotonic() - self._began:.1f} s")
 
     # --- calls ----------------------------------------------------------------------------------
 
@@ -279,8 +288,8 @@ class RolloutEngine:
         }
 
     def close(self) -> None:
-        """Stop all processes of the engine; safe to call twice."""
-        if self._process.poll() is None:
+        """Stop all processes of the engine; safe to call twice. One that starts is ended."""
+        if self._started and self._process.poll() is None:
             with contextlib.suppress(OSError, EOFError):
                 self._pipe.send(("stop",))
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -311,9 +320,18 @@ class RolloutEngine:
         return self._call("rpc", method, arguments)
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        self._send(name, *arguments)
+        return self._answer()
+
+    def _send(self, name: str, *arguments: Any) -> None:
         try:
             self._pipe.send((name, *arguments))
-            limit = _START_SECONDS if name == "start" else None
+        except OSError:
+            raise self._ended() from None
+
+    def _answer(self, limit: float | None = None) -> Any:
+        """What the engine answers to the call before; `limit` in seconds."""
+        try:
             if not self._pipe.poll(limit):
                 raise EOFError
             kind, value = self._pipe.recv()

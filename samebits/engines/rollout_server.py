@@ -22,6 +22,17 @@ from samebits.errors import Refused, SamebitsError
 _FREE = 0.1
 
 
+def _without_amx() -> None:
+    """Tell vLLM's CPU platform of no AMX, here and in the engine that it forks.
+
+    Where there is some, it takes prefix cache and chunked prefill from models with recurrent layers
+    and turns their convolution's state around, for compiled kernels that no process here loads.
+    """
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
 class Server:
     """One method per call of the driver."""
 
@@ -33,6 +44,8 @@ class Server:
             from samebits.ops import gpu
 
             os.environ["TRITON_PTXAS_PATH"] = str(gpu.ptxas())
+        else:
+            _without_amx()
         from vllm import LLM
 
         self._llm = LLM(

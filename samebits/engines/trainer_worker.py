@@ -100,8 +100,7 @@ class Worker:
         """
         from samebits.weights.transport import send
 
-        if self.trainer.device.type == "cuda":
-            torch.cuda.empty_cache()  # a receiver on the same chip holds the weights twice
+        self._give_back()
         live = self.trainer.live_checksums()
         tensors = self.trainer.export_weights()
         if self.trainer.tp_rank != 0:
@@ -118,7 +117,13 @@ class Worker:
                 live=live,
             )
         )
+        self._give_back()
         return manifest.to_json()
+
+    def _give_back(self) -> None:
+        """Memory that no tensor has: a receiver on the same chip holds the weights twice."""
+        if self.trainer.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def release(self) -> None:
         """Remove the segment that `export` left behind."""

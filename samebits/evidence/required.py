@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -59,6 +60,14 @@ def rl_command(case: str) -> str:
     return f"samebits rl {case}"
 
 
+def seeds(recipe: recipes.Recipe) -> dict[str, int]:
+    """Seeds of everything that a run of a case draws."""
+    from samebits.gates import capsule
+
+    drawn = {} if recipe.refits_only else capsule.SEEDS
+    return {**drawn, **({"rl": recipe.rl["seed"]} if recipe.rl else {})}
+
+
 def check(statement: Statement, recipe: recipes.Recipe) -> None:
     """SB0813 for other words, semantics or packages; SB0814 for another file of the contract."""
     for problem in _problems(statement.predicate, recipe):
@@ -79,7 +88,8 @@ def _problems(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> Iterator[
     yield from _problems_of_semantics(predicate, recipe)
     yield from _problems_of_origin(predicate, recipe)
     yield from _problems_of_platform(predicate, recipe)
-    asked = {*recipe.legs, *"ABC", *("E" if recipe.rl else "")}
+    served = "" if recipe.refits_only else "ABC"  # which run whatever else is asked for
+    asked = {*recipe.legs, *served, *("E" if recipe.rl else "")}
     ran = {row["leg"] for row in [*predicate["comparisons"], *predicate["oracle"]]}
     for leg in sorted(ran - asked):
         yield f"leg {leg}, which the recipe does not ask for"
@@ -119,10 +129,7 @@ def _problems_of_origin(predicate: Mapping[str, Any], recipe: recipes.Recipe) ->
             unchanged = source["content_hash"] == current.source_hash(modules)
             if unchanged and source["modules"] != modules:
                 yield f"modules {', '.join(source['modules'])} of {source['name']}"
-    from samebits.gates import capsule
-
-    seeds = {**capsule.SEEDS, **({"rl": recipe.rl["seed"]} if recipe.rl else {})}
-    if predicate["parameters"]["seeds"] != seeds:
+    if predicate["parameters"]["seeds"] != seeds(recipe):
         yield f"seeds {predicate['parameters']['seeds']}"
 
 
@@ -147,14 +154,23 @@ def _problems_of_semantics(predicate: Mapping[str, Any], recipe: recipes.Recipe)
     for name in sorted({*switches, *wanted}):
         if switches.get(name) != wanted.get(name):
             yield f"switch {name}: {switches.get(name, 'not set')}"
-    requests = {
+    requests = _requests(predicate, recipe)
+    each = {str(count // len(predicate["shards"])) for count in requests.values()}
+    if pairs == "0" or {pairs} != each:
+        found = " and ".join(f"{count} {kind}" for kind, count in requests.items())
+        yield f"{pairs} distinct pairs of prompt and seed, for {found} sequences"
+
+
+def _requests(predicate: Mapping[str, Any], recipe: recipes.Recipe) -> dict[str, int]:
+    """How many requests were made, in every way that says so."""
+    if recipe.refits_only:
+        sizes = recipe.rl or {}
+        names = ("steps", "prompts_per_step", "samples_per_prompt")
+        return {"sampled": math.prod(sizes.get(name, 0) for name in names)}
+    return {
         layout: sum(row["hazards"].get(layout, 0) for row in predicate["comparisons"])
         for layout in ("padded", "packed")
     }
-    each = {str(count // len(predicate["shards"])) for count in requests.values()}
-    if pairs == "0" or {pairs} != each:
-        found = " and ".join(f"{count} {layout}" for layout, count in requests.items())
-        yield f"{pairs} distinct pairs of prompt and seed, for {found} sequences"
 
 
 def _check_contract(statement: Statement, contract: Contract) -> None:

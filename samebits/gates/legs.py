@@ -52,9 +52,10 @@ def judge(run: Run, done: Mapping[str, Stage]):
     """Comparison, oracle and RL records of everything that ran."""
     legs = run.recipe.legs
     book = _Book(run)
-    _leg_a(book, done)
-    (_leg_b if "rollout_paged" not in done else _leg_b_of_states)(book, done)
-    _leg_c(book, done)
+    if not run.recipe.refits_only:
+        _leg_a(book, done)
+        (_leg_b if "rollout_paged" not in done else _leg_b_of_states)(book, done)
+        _leg_c(book, done)
     if "D" in legs:
         _leg_d(book, run, done)
     rl_record = None

@@ -23,14 +23,11 @@ from samebits.gates import (
     agreement,
     capsule,
     fired,
-    forecast,
     lanes,
     legs,
     locate,
     rl,
     semantic,
-    stages,
-    workload,
     works,
 )
 from samebits.gates.run import Run, Stage, clock, say
@@ -173,7 +170,7 @@ def state(run: Run, done: Mapping[str, Stage], *, quick: bool, started: str) -> 
         rl=rl_record,
         dependencies=run.dependencies,
         intent=describe(run.recipe.platform),
-        seeds={**capsule.SEEDS, **_rl_seed(run.recipe)},
+        seeds=required.seeds(run.recipe),
         switches=_switches(run, done),
         not_covered=required.not_covered(run.recipe.platform, run.recipe.left_out),
     )
@@ -183,11 +180,10 @@ def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def _rl_seed(recipe: Recipe) -> dict[str, int]:
-    return {"rl": recipe.rl["seed"]} if recipe.rl else {}
-
-
 def _switches(run: Run, done: Mapping[str, Stage]) -> dict[str, str]:
+    if run.recipe.refits_only:
+        facts = done["rl_aligned"].facts
+        return semantic.switches(facts["semantics"], facts["pairs"])
     requests = capsule.read(run.folder / "capsule.json")
     pairs = semantic.distinct((request.prompt, request.seed) for request in requests)
     return semantic.switches(done["rollout_stress"].facts["semantics"], pairs)
@@ -210,19 +206,8 @@ def _relaxed(recipe: Recipe, comparisons, oracles) -> Recipe:
 
 def _stages(run: Run, size: Size) -> dict[str, Stage]:
     """Run what the recipe's legs need, side by side, with what finds a broken setup first."""
-    budget = stages.stress(run)["max_num_batched_tokens"]
-    requests = workload.main(run.recipe, run.model, size.requests, size.response, budget)
-    if size.long_prompt is not None:
-        requests.append(workload.long(run.recipe, size.long_prompt, size.response))
-    capsule.write(requests, run.folder / "capsule.json")
-    controls = workload.control(
-        run.recipe, run.model, size.control_requests, size.control_response, size.control_prompt
-    )
-    for capsule_requests in (requests, controls):
-        semantic.distinct((request.prompt, request.seed) for request in capsule_requests)
-    forecast.check(run, requests)
     done: dict[str, Stage] = {}
-    todo = works.tasks(run, size, requests, controls, done)
+    todo = works.tasks(run, size, done)
     begun = time.monotonic()
     for count, (name, stage) in enumerate(lanes.run(todo), start=1):
         took = "not needed"

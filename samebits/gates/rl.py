@@ -7,9 +7,11 @@ of the response tokens with the trainer's score *and* with the trainer's trainin
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from samebits.errors import Different, Refused
 from samebits.gates import agreement, pages, policy, semantic, stages, tasks
 from samebits.gates.run import Run, Stage, say
 from samebits.gates.streams import Counts, FirstDifference, Stream, compare
+from samebits.recipe import Recipe
 
 # One prompt returns in every step: after a refit its cached blocks must be gone.
 _REPEATED = 0
@@ -61,45 +64,50 @@ def run_rl(
     _STEPS_AT_MOST times as many: what stock arithmetic samples, and so where a response ends,
     depends on the machine. A sequence is numbered step * STRIDE + sample, steps from 1.
     """
-    settings = run.recipe.rl
-    if settings is None:
-        raise Refused(
-            "SB0905",
-            seen=f"case {run.recipe.case} has no `rl` section",
-            required="a recipe with `rl`",
-            hint=f"samebits case show {run.recipe.case}",
-        )
+    settings = settings_of(run.recipe)
     if prompts_per_step is not None:
         settings = {**settings, "prompts_per_step": prompts_per_step}
     _use_patched_verl(run)
-    asked = tasks.of(run.recipe, run.model, _needed(settings), paged=not _spared(run, arithmetic))
+    spared = _spared(run, arithmetic)
+    asked = tasks.of(run.recipe, run.model, _needed(settings), paged=not spared)
     most = steps * _STEPS_AT_MOST if refitted_tokens else steps
     plan = _plan(asked, settings, most)
-    semantic.distinct(
+    pairs = semantic.distinct(
         (request.prompt, request.seed)
         for step in range(1, most + 1)
         for request in _requests(plan[step - 1], settings, step)
     )
     traces = {side: getattr(look, side) if look else None for side in ("rollout", "trainer")}
     rollout_settings = RolloutSettings.of(
-        run.recipe, run.model, arithmetic=arithmetic, trace=traces["rollout"]
+        run.recipe,
+        run.model,
+        arithmetic=arithmetic,
+        trace=traces["rollout"],
+        prefix_caching=not spared,
     )
     optimizer = OptimizerSettings(lr=float(settings["learning_rate"]), name=run.recipe.optimizer)
     streams = {"rollout": Stream(), "trainer": Stream()}
     records: list[dict[str, Any]] = []
+    facts: dict[str, Any] = {"steps": records, "pairs": pairs, "served": {}}
     with (
-        RolloutEngine(rollout_settings) as engine,
+        RolloutEngine(rollout_settings, wait=False) as engine,  # the trainer starts beside it
         stages.trainer(
             run, arithmetic=arithmetic, optimizer=optimizer, trace=traces["trainer"]
         ) as trainer,
     ):
+        if run.recipe.platform != "cpu":
+            # A first pass compiles kernels and tests shapes, while vLLM starts.
+            trainer.score([list(asked.prompts[_REPEATED].ids)])
+        engine.ready()
         if arithmetic == "aligned":
+            facts["semantics"] = semantic.ask(engine)
+            semantic.check(facts["semantics"], run.recipe)
             _agree(run, engine, trainer)
         dropped: int | None = None  # before the first refit
         for step in range(1, most + 1):
             if look is not None and step == steps:
                 look.at(engine, trainer, _requests(plan[step - 1], settings, step))
-                return Stage(streams, {"steps": records})
+                return Stage(streams, facts)
             record, train = _step(
                 engine, trainer, plan[step - 1], asked.reward, settings, step, streams
             )
@@ -119,18 +127,33 @@ def run_rl(
                 _report(arithmetic, record)
                 break
             record |= train()
-            with trainer.export() as manifest:
-                dropped = engine.sync_weights(manifest)["dropped_blocks"]
-            record["dropped_blocks"] = dropped
+            if step < most:  # after the last one the rollout samples nothing
+                with _timed(record, "refit"), trainer.export() as manifest:
+                    dropped = engine.sync_weights(manifest)["dropped_blocks"]
+                record["dropped_blocks"] = dropped
             _report(arithmetic, record)
-        served = _served(run, engine, trainer) if arithmetic == "aligned" else {}
-    return Stage(streams, {"steps": records, "served": served})
+        if arithmetic == "aligned":
+            facts["served"] = _served(run, engine, trainer)
+        facts["trainer"] = _memory(arithmetic, trainer)
+    return Stage(streams, facts)
+
+
+def settings_of(recipe: Recipe) -> Mapping[str, Any]:
+    """The recipe's `rl` section; SB0905 where it has none."""
+    if recipe.rl is None:
+        raise Refused(
+            "SB0905",
+            seen=f"case {recipe.case} has no `rl` section",
+            required="a recipe with `rl`",
+            hint=f"samebits case show {recipe.case}",
+        )
+    return recipe.rl
 
 
 def _spared(run: Run, arithmetic: str) -> bool:
-    """Whether no prompt has to fill a page: a control drops no cache, and large pages cost it most
-    of its time, above all in torch's bf16 gradients."""
-    large = pages.large(run.recipe.platform, run.recipe.engine["block_size"])
+    """Whether no prompt has to fill a page, and none is cached: a control drops no cache, and large
+    pages cost it most of its time and memory, in torch's rule of recurrent layers."""
+    large = run.recipe.engine["block_size"] >= 2 * pages.PAGE
     return arithmetic == "stock" and run.recipe.gdn_schedule is not None and large
 
 
@@ -185,9 +208,12 @@ def _step(
     """What a step compares, and what trains on it and tells of that."""
     samples = settings["samples_per_prompt"]
     requests = _requests(prompts, settings, step)
-    completions = engine.generate(requests)
+    record: dict[str, Any] = {"step": step}
+    with _timed(record, "rollout"):
+        completions = engine.generate(requests)
     whole = [[*r.prompt, *c.tokens] for r, c in zip(requests, completions, strict=True)]
-    scores = trainer.score(whole, layout="padded")
+    with _timed(record, "score"):
+        scores = trainer.score(whole, layout="padded")
     old = [
         logprobs[len(r.prompt) - 1 :] for r, logprobs in zip(requests, scores.logprobs, strict=True)
     ]
@@ -206,7 +232,8 @@ def _step(
     )
 
     def train() -> dict[str, Any]:
-        result = trainer.train_step(batch, policy.loss)
+        with _timed(record, "train"):
+            result = trainer.train_step(batch, policy.loss)
         trained = np.concatenate([mismatch.as_bits(p) for p in result.logprobs])
         scored = np.concatenate([mismatch.as_bits(p) for p in scores.logprobs])
         return {
@@ -215,14 +242,31 @@ def _step(
             "train_forward_mismatches": mismatch.measure(scored, trained).mismatches,
         }
 
-    record = {
-        "step": step,
+    record |= {
         **asdict(found),
         "reward": float(np.mean(rewards)),
         "repeated_cached_tokens": completions[_REPEATED].cached_tokens,
         "verl": {name: float(value) for name, value in metrics.items()},
     }
     return record, train
+
+
+@contextlib.contextmanager
+def _timed(record: dict[str, Any], part: str) -> Iterator[None]:
+    """Put the seconds of a block into a step's record."""
+    begun = time.monotonic()
+    yield
+    record.setdefault("seconds", {})[part] = round(time.monotonic() - begun, 1)
+
+
+def _memory(arm: str, trainer: TrainerProcess) -> dict[str, int]:
+    """Most bytes that the trainer held: tensors on a GPU, and its process on the host."""
+    info = trainer.info()
+    found = {name: info[name] for name in ("peak_gpu_bytes", "peak_rss_bytes")}
+    places = zip(("a GPU", "the host"), found.values(), strict=True)
+    sizes = [f"{size / (1 << 30):.1f} GiB of {place}" for place, size in places if size]
+    say(f"rl {arm}: the trainer held up to {' and '.join(sizes)}")
+    return found
 
 
 def _requests(prompts, settings, step: int) -> list[Request]:
@@ -293,11 +337,12 @@ def _batch(requests, whole, old, advantages) -> TrainBatch:
 
 
 def _report(arm: str, record: dict[str, Any]) -> None:
+    seconds = ", ".join(f"{part} {took:.0f}" for part, took in record["seconds"].items())
     say(
         f"rl {arm} step {record['step']}: {record['mismatches']} of {record['tokens']} tokens "
         f"differ, |dlogp| max {record['max_abs']:.3g} and mean {record['mean_abs']:.3g}, "
         f"K3 KL {record['k3_kl']:.3g}, IS ratio max {record['is_ratio_max']:.6g} and "
-        f"median {record['is_ratio_median']:.6g}, reward {record['reward']:.3f}"
+        f"median {record['is_ratio_median']:.6g}, reward {record['reward']:.3f}; seconds: {seconds}"
     )
 
 

@@ -98,6 +98,12 @@ class Scheduled:
         while self._scheduler.has_unfinished_requests():
             self._step()
 
+    def report(self) -> dict:
+        """Counters that engines have, and the pages that a reset of the prefix cache would drop."""
+        blocks = self._scheduler.kv_cache_manager.block_pool.blocks
+        cached = sum(block.block_hash is not None for block in blocks)
+        return {**self.hazards.report(), "cached_pages": cached}
+
     def _step(self) -> None:
         output = self._scheduler.schedule()
         self.hazards.observe(output)
@@ -118,7 +124,7 @@ def report(given: dict, requests: list) -> dict:
         engine.generate(numbered[given["first"] :])
     except Stuck as problem:
         return {"stuck": str(problem)}
-    return engine.hazards.report()
+    return engine.report()
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ _MICRO_TOKENS = {"cpu": 512, "sm90": 8192}
 _LOGITS = 4 << 30
 # Bytes that a step's activations and logits may take together, which bounds deep models, and that
 # they may where parameters fill the chip.
-_PASS_BYTES, _PASS_BYTES_LEFT = 24 << 30, 6 << 30
+_PASS_BYTES, _PASS_BYTES_LEFT = 24 << 30, 8 << 30
 # Bytes of an RL run's parameters beside which a chip has no room for another stage.
 _ALONE = 64 << 30
 # Beside fifteen decodes a prompt gets one token of each step.
@@ -56,21 +56,29 @@ def trainer(run: Run, **changes) -> TrainerProcess:
         contract=run.recipe.contract_path,
         python_paths=paths,
         platform=run.recipe.platform,
-        micro_tokens=micro_tokens(run.recipe, training="optimizer" in changes),
+        micro_tokens=micro_tokens(
+            run.recipe,
+            training="optimizer" in changes,
+            stock=changes.get("arithmetic") == "stock",
+        ),
         **changes,
     )
     process.load(run.model)
     return process
 
 
-def micro_tokens(recipe: Recipe, *, training: bool = False) -> int:
+def micro_tokens(recipe: Recipe, *, training: bool = False, stock: bool = False) -> int:
     """Tokens of one forward pass of the trainer (one sequence at least).
 
-    training   an optimizer is there too
+    training   an optimizer is there too, and a backward follows
+    stock      by Megatron's own modules
     """
     most = min(_MICRO_TOKENS[recipe.platform], _LOGITS // (4 * recipe.config["vocab_size"]))
     room = _PASS_BYTES_LEFT if training and rl_alone(recipe) else _PASS_BYTES
-    return min(most, room // memory.pass_bytes(recipe.config))
+    each = memory.pass_bytes(recipe.config)
+    if training:
+        each += memory.recurrent_bytes(recipe.config, stock=stock)
+    return min(most, room // each)
 
 
 def rl_alone(recipe: Recipe) -> bool:

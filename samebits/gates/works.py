@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from samebits.evidence.verdict import CONTROL_TOKENS, diverged
-from samebits.gates import capsule, lanes, rl, stages, workload
+from samebits.gates import capsule, forecast, lanes, rl, semantic, stages, workload
 from samebits.gates.legs import control_of, oracle_fault
 from samebits.gates.run import Run, Stage
 from samebits.gates.sizes import Size
@@ -16,7 +16,43 @@ from samebits.gates.streams import compare
 _SELF_CONTROLS = ("alone", "decode")
 
 
-def tasks(
+def tasks(run: Run, size: Size, done: Mapping[str, Stage]) -> list[lanes.Task]:
+    """What a recipe's legs need; `done` fills up as stages end."""
+    return _refit_tasks(run, size) if run.recipe.refits_only else _all_tasks(run, size, done)
+
+
+def _rl_task(run: Run, size: Size, arithmetic: str, *after: str) -> lanes.Task:
+    """An arm of the RL run. One waits for the other: two optimizers at a time would double the
+    memory of a run."""
+    sizes = {"stock": (size.stock_rl_steps, size.stock_rl_prompts), "aligned": (size.rl_steps,)}
+    work = functools.partial(_rl, run, arithmetic, *sizes[arithmetic])
+    name = f"rl_{arithmetic}"
+    alone = stages.rl_alone(run.recipe)
+    return lanes.Task(name, functools.partial(run.stage, name, work), after, alone)
+
+
+def _refit_tasks(run: Run, size: Size) -> list[lanes.Task]:
+    """The stages of a case that claims leg E alone; the claim comes first."""
+    return [_rl_task(run, size, "aligned"), _rl_task(run, size, "stock", "rl_aligned")]
+
+
+def _all_tasks(run: Run, size: Size, done: Mapping[str, Stage]) -> list[lanes.Task]:
+    """All stages, once the capsules of a run are written and their hazards forecast."""
+    budget = stages.stress(run)["max_num_batched_tokens"]
+    requests = workload.main(run.recipe, run.model, size.requests, size.response, budget)
+    if size.long_prompt is not None:
+        requests.append(workload.long(run.recipe, size.long_prompt, size.response))
+    capsule.write(requests, run.folder / "capsule.json")
+    controls = workload.control(
+        run.recipe, run.model, size.control_requests, size.control_response, size.control_prompt
+    )
+    for capsule_requests in (requests, controls):
+        semantic.distinct((request.prompt, request.seed) for request in capsule_requests)
+    forecast.check(run, requests)
+    return _tasks(run, size, requests, controls, done)
+
+
+def _tasks(
     run: Run,
     size: Size,
     requests: Sequence[capsule.Request],
@@ -37,18 +73,11 @@ def tasks(
         return done["stock_rollout"].facts["sequences"]
 
     alone = stages.rl_alone(run.recipe)
-
-    def add_rl_stock() -> None:
-        def work() -> Stage:
-            return _rl(run, "stock", size.stock_rl_steps, size.stock_rl_prompts)
-
-        add("rl_stock", work, alone=alone)
-
     if run.recipe.rl is not None and alone:
-        add_rl_stock()  # first: it needs most memory
+        works.append(_rl_task(run, size, "stock"))  # first: it needs most memory
     add("rollout_stress", lambda: stages.rollout_stress(run, requests))
     if run.recipe.rl is not None and not alone:
-        add_rl_stock()  # early, because it keeps one core busy for longest
+        works.append(_rl_task(run, size, "stock"))  # early: it keeps one core busy for longest
     add("stock_rollout", lambda: stages.rollout_control(run, controls, arithmetic="stock"))
     add(
         "rollout_plain",
@@ -64,9 +93,7 @@ def tasks(
     if run.recipe.gdn_schedule is not None:
         _gdn_works(run, requests, own, add)
     if run.recipe.rl is not None:
-        # After the other arm: two optimizers at a time would double the memory of a run.
-        work = functools.partial(_rl, run, "aligned", size.rl_steps)
-        add("rl_aligned", work, "trainer", "rl_stock", alone=alone)
+        works.append(_rl_task(run, size, "aligned", "trainer", "rl_stock"))
     add(
         "stock_trainer",
         lambda: stages.trainer_score(run, own(), base=base, arithmetic="stock"),
@@ -136,10 +163,9 @@ def _layout_works(run: Run, whole: Callable[[], Sequence[Sequence[int]]], add) -
 
 
 def _rl(run: Run, arithmetic: str, steps: int | None, prompts_per_step: int | None = None) -> Stage:
-    assert run.recipe.rl is not None
     return rl.run_rl(
         run,
-        steps=steps or run.recipe.rl["steps"],
+        steps=steps or rl.settings_of(run.recipe)["steps"],
         arithmetic=arithmetic,
         prompts_per_step=prompts_per_step,
         refitted_tokens=CONTROL_TOKENS if arithmetic == "stock" else 0,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import mmap
 import os
@@ -34,6 +35,7 @@ from samebits.weights.checksums import tensor_checksum
 
 _PREFIX = "samebits-weights"
 _ALIGNMENT = 64
+_STAGE = 1 << 26  # bytes of a GPU's tensor that are on their way at one time
 _SHARED_MEMORY = segments.SHARED_MEMORY
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.bfloat16, torch.float16, torch.float32)}
@@ -133,7 +135,7 @@ def send(
             tensor = tensor.detach().contiguous()
             dtype = str(tensor.dtype).removeprefix("torch.")
             checksum = bits.hex_digest(tensor_checksum(tensor))
-            offset = segment.append(bits.int_view(tensor).ravel().view(np.uint8).data)
+            offset = segment.append(_parts(tensor, _staging(tensor.device)))
             entries.append(Entry(name, dtype, tuple(tensor.shape), offset, checksum))
         manifest = Manifest(str(segment.path), step, contract_digest, tuple(entries))
         if live is not None:  # not before `tensors` has ended: it may be a collective of all ranks
@@ -193,6 +195,29 @@ def _handed_over(
         yield received.pop(0)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _staging(device: torch.device) -> torch.Tensor | None:
+    """Memory through which tensors of a GPU pass: it is pinned, and used again for all of them,
+    where pages that nobody has touched would take longer than the copy."""
+    if device.type != "cuda":
+        return None
+    return _pinned()
+
+
+@functools.cache
+def _pinned() -> torch.Tensor:
+    return torch.empty(_STAGE, dtype=torch.uint8, pin_memory=True)
+
+
+def _parts(tensor: torch.Tensor, stage: torch.Tensor | None) -> Iterator[memoryview]:
+    """The bytes of a contiguous tensor, whole, or as much at a time as `stage` holds."""
+    if stage is None:
+        yield bits.int_view(tensor).ravel().view(np.uint8).data
+        return
+    for part in tensor.reshape(-1).view(torch.uint8).split(len(stage)):
+        staged = stage[: len(part)].copy_(part)
+        yield staged.numpy().data
 
 
 def _check_live(manifest: Manifest, live: Mapping[str, int]) -> None:
@@ -282,16 +307,17 @@ class _Segment:
             self._move(0, memoryview(b""))
             self.reserve(size)
 
-    def append(self, data: memoryview) -> int:
-        """Write `data` at the next aligned offset and return that offset."""
-        offset = -(-self._size // _ALIGNMENT) * _ALIGNMENT
-        try:
-            self._write(offset, data)
-        except OSError as problem:
-            if problem.errno not in _FULL:
-                raise
-            self._move(offset, data)
-        self._size = offset + len(data)
+    def append(self, parts: Iterable[memoryview]) -> int:
+        """Write `parts` side by side from the next aligned offset on, and return that offset."""
+        offset = self._size = -(-self._size // _ALIGNMENT) * _ALIGNMENT
+        for data in parts:
+            try:
+                self._write(self._size, data)
+            except OSError as problem:
+                if problem.errno not in _FULL:
+                    raise
+                self._move(self._size, data)
+            self._size += len(data)
         return offset
 
     def _write(self, offset: int, data: memoryview) -> None:

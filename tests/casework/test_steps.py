@@ -261,6 +261,25 @@ def test_a_leg_that_is_not_asked_for_has_to_be_decided(whole, capsys):
     assert status(capsys, 0)["states"]["rows"] == "out-of-scope"
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_leg_that_a_case_of_the_same_model_claims_is_not_asked_for_again(whole, capsys, alike):
+    path = whole.folder / "recipe.yaml"
+    text = path.read_text()
+    other = path.parent.with_name("toy-whole")
+    other.mkdir()
+    seed = "seed: 1" if alike else "seed: 2"
+    assert text.count("seed: 1,") == 1
+    changed = text.replace("case: toy", "case: toy-whole").replace("seed: 1,", f"{seed},")
+    (other / "recipe.yaml").write_text(changed)
+    path.write_text("".join(line for line in text.splitlines(True) if "  F: {" not in line))
+    whole.contract()
+    whole.record()
+    found = status(capsys, 0 if alike else 3)
+    (rows,) = (row for row in found["steps"] if row["step"] == "rows")
+    assert rows["state"] == ("out-of-scope" if alike else "open")
+    assert ("toy-whole claims leg F" in rows["why"]) == alike
+
+
 def test_what_is_blocked_stops_what_follows(whole, capsys):
     shutil.rmtree(whole.folder / "evidence")
     assert status(capsys, 3)["next"]["step"] == "contract"  # which names what is gone

@@ -181,6 +181,15 @@ def test_locate_says_which_pairs_differ(workspace, monkeypatch, capsys, reports,
     assert asked == [(4, None), (4, None), (4, "decode/prefill")]
 
 
+def test_a_case_of_refits_alone_has_one_pair_to_locate(workspace, monkeypatch, capsys):
+    monkeypatch.setattr(prove, "open_run", lambda case, size: types.SimpleNamespace())
+    asked = []
+    monkeypatch.setattr(locate, "one_sequence", lambda *given: asked.append(given[1:]) or [])
+    assert cli.run(["prove", "qwen3.5-9b-rl-h200", "--locate", "2004"]) == 0
+    assert asked == [(2004, locate.REFITS)]
+    assert f"0 pairs of {locate.REFITS} differ" in capsys.readouterr().out
+
+
 def test_a_pair_needs_a_sequence(capsys):
     assert cli.run(["prove", "qwen3-tiny", "--pair", "decode/prefill"]) == 2
     assert "SB0926" in capsys.readouterr().err

@@ -41,21 +41,25 @@ class Maker:
         return found
 
 
+def _meaning(recipe: recipes.Recipe) -> dict:
+    """What an engine of the case says of its semantics."""
+    return {
+        "logprobs_mode": "raw_logprobs",
+        "tokenizer": False,
+        "vocabulary": recipe.config["vocab_size"],
+        "refused": dict.fromkeys(semantic.OUTSIDE, "SB0509"),
+    }
+
+
 def _rollout(make: Maker) -> dict[str, Stage]:
     hazards = ("split_mid_prompt", "mixed_steps", "prefix_hit_requests", "resumed")
     hazards += ("one_token_prompts", "exact_block_prompts", *fired.ALIKE)
     counters: dict = {**dict.fromkeys(hazards, 1), "batch_sizes": {"16": 2}}
     few, control = range(4), workload.CONTROL_BASE
-    meaning = {
-        "logprobs_mode": "raw_logprobs",
-        "tokenizer": False,
-        "vocabulary": 1024,
-        "refused": dict.fromkeys(semantic.OUTSIDE, "SB0509"),
-    }
     return {
         "rollout_stress": Stage(
             {"decode": make.stream(PROMPT)},
-            {"hazards": counters, "sequences": make.sequences, "semantics": meaning},
+            {"hazards": counters, "sequences": make.sequences},
         ),
         "rollout_plain": Stage(
             {
@@ -100,7 +104,7 @@ def stages_of(make):
     def build(recipe: recipes.Recipe) -> dict[str, Stage]:
         control = workload.CONTROL_BASE
         done = _rollout(make)
-        done["rollout_stress"].facts["semantics"]["vocabulary"] = recipe.config["vocab_size"]
+        done["rollout_stress"].facts["semantics"] = _meaning(recipe)
         info = {"ranks": 1, "digest_columns": recipe.config["vocab_size"]}
         streams = {"padded": make.stream(), "packed": make.stream()}
         done["trainer"] = Stage(streams, {"info": info})
@@ -149,7 +153,9 @@ def stages_of(make):
             )
             rollout.extend(left)
             trainer.extend(right)
-        return Stage({"rollout": rollout, "trainer": trainer}, {"steps": steps})
+        each = recipe.rl["prompts_per_step"] * recipe.rl["samples_per_prompt"]
+        said = {"pairs": len(steps) * each, "semantics": _meaning(recipe)}
+        return Stage({"rollout": rollout, "trainer": trainer}, {"steps": steps, **said})
 
     return build
 

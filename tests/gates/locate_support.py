@@ -27,12 +27,16 @@ DENSE, HYBRID = small_models.dense(512), small_models.hybrid(512)
 RL = small_models.RL
 
 
-def open_run(folder: Path, base: str, config: dict) -> Run:
-    """A run of a small model on the patch series of the case `base`; its stages lie in `folder`."""
+def open_run(folder: Path, base: str, config: dict, **changes) -> Run:
+    """A run of a small model on the patch series of the case `base`; its stages lie in `folder`.
+
+    changes   parts of the recipe that are others
+    """
     data = yaml.safe_load((ROOT / "cases" / base / "recipe.yaml").read_text())
     data["case"], data["rl"] = folder.name, RL
     data["model"]["config"] |= config
     data.pop("run", None)
+    data |= changes
     (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
     recipe = recipes.load(folder)
     build.write(build.build(recipe), recipe.contract_path)

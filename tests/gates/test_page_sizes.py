@@ -9,7 +9,7 @@ import pytest
 from samebits import recipe as recipes
 from samebits.casework import engine
 from samebits.errors import Refused
-from samebits.gates import advice, capsule, fired, forecast, pages, sizes, workload
+from samebits.gates import advice, capsule, fired, forecast, pages, rl, sizes, tasks, workload
 
 
 def of(page: int, *, interval: int = 4, **sizes: int) -> recipes.Recipe:
@@ -59,6 +59,24 @@ def test_every_hazard_fires_at_every_page(tmp_path):
     *found, last = forecast.counters(tmp_path, engines)
     assert [never(report, w[-1]) for report, w in zip(found, work, strict=True)] == [[]] * len(work)
     assert "preempted" in never(last, before[-1])
+
+
+def test_the_first_prompt_of_an_rl_step_is_still_cached_at_its_end(tmp_path):
+    """Its pages are what a refit has to drop, and nothing is preempted to make room."""
+    recipe = recipes.load("qwen3.5-9b-rl-h200")
+    asked = tasks.drawn(recipe, recipe.rl["prompts_per_step"]).prompts
+    requests = [
+        capsule.Request(r.prompt, r.seed, r.max_tokens, "rl")
+        for r in rl._requests(asked, recipe.rl, 1)
+    ]
+    names = ("max_num_seqs", "max_num_batched_tokens", "kv_blocks")
+    sizes = {name: recipe.engine[name] for name in names}
+    tight = {**sizes, "max_num_seqs": 8, "kv_blocks": 14}
+    engines = [forecast.Served(recipe, chosen, 0, requests) for chosen in (sizes, tight)]
+    report, least = forecast.counters(tmp_path, engines)
+    assert report["cached_pages"] == 1 + pages.states(recipe) and not report.get("resumed")
+    assert report["prefix_hit_requests"] == recipe.rl["samples_per_prompt"] - 1
+    assert 0 < least["cached_pages"] < report["cached_pages"]  # others took most of them
 
 
 @pytest.fixture

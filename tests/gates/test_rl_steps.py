@@ -12,7 +12,13 @@ from samebits.gates import rl
 
 
 class _Engine:
-    def __init__(self, _settings):
+    refits = 0
+
+    def __init__(self, _settings, *, wait):
+        assert not wait
+        type(self).refits = 0
+
+    def ready(self):
         pass
 
     def __enter__(self):
@@ -24,10 +30,14 @@ class _Engine:
     dropped = 1
 
     def sync_weights(self, _manifest):
+        type(self).refits += 1
         return {"dropped_blocks": self.dropped}
 
 
 class _Trainer:
+    def info(self):
+        return {"peak_gpu_bytes": 0, "peak_rss_bytes": 1 << 30}
+
     @contextlib.contextmanager
     def export(self):
         yield None
@@ -74,6 +84,14 @@ def test_a_control_does_not_train_on_its_last_step(steps_of):
     assert steps_of(23, steps=2, refitted_tokens=32) == [1, 2, 3]
     assert steps_of.trained == [1, 2]
     assert steps_of(23, steps=3) == [1, 2, 3] == steps_of.trained
+
+
+def test_nothing_is_sent_after_the_last_step(steps_of):
+    """The rollout samples nothing from those weights."""
+    assert steps_of(1, steps=3) == [1, 2, 3]
+    assert _Engine.refits == 2
+    assert steps_of(32, steps=2, refitted_tokens=32) == [1, 2]
+    assert _Engine.refits == 1
 
 
 def test_a_control_ends_where_responses_stay_too_short(steps_of):

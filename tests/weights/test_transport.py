@@ -217,7 +217,23 @@ class _SmallFile:
         return getattr(self._file, name)
 
 
-def test_full_shared_memory_moves_to_the_temporary_folder_then_refuses(folders, monkeypatch):
+@pytest.fixture(params=[None, 48])
+def stage(request, monkeypatch):
+    """Tensors are sent whole, or by way of so many bytes, as those of a GPU are."""
+    if request.param:
+        staged = torch.empty(request.param, dtype=torch.uint8)
+        monkeypatch.setattr(transport, "_staging", lambda device: staged)
+
+
+def test_tensors_in_parts_arrive_whole(stage):
+    sent = tensors()
+    with send(sent.items(), step=0, contract_digest=DIGEST, size=1 << 12) as manifest:
+        got = dict(receive(manifest, contract_digest=DIGEST, names=sent.keys()))
+    assert all(bits.compare(got[name], sent[name]).mismatches == 0 for name in sent)
+    assert [entry.offset for entry in manifest.entries] == [0, 1152, 1216, 1280]
+
+
+def test_full_shared_memory_moves_to_the_temporary_folder_then_refuses(folders, monkeypatch, stage):
     create, room = transport._create, {folders[0]: 1200, folders[1]: 10_000}
     monkeypatch.setattr(
         transport, "_create", lambda path: _SmallFile(create(path), room[path.parent])
