@@ -22,7 +22,7 @@ from samebits.errors import Refused, SamebitsError
 _FREE = 0.1
 
 
-def _without_amx() -> None:
+def without_amx() -> None:
     """Tell vLLM's CPU platform of no AMX, here and in the engine that it forks.
 
     Where there is some, it takes prefix cache and chunked prefill from models with recurrent layers
@@ -45,7 +45,7 @@ class Server:
 
             os.environ["TRITON_PTXAS_PATH"] = str(gpu.ptxas())
         else:
-            _without_amx()
+            without_amx()
         from vllm import LLM
 
         self._llm = LLM(

@@ -103,6 +103,9 @@ def _outcome(call) -> str | None:
 def _engines(model: str, base: dict, cases: dict[str, dict]) -> dict[str, str | None]:
     from vllm.engine.arg_utils import EngineArgs
 
+    from samebits.engines.rollout_server import without_amx
+
+    without_amx()  # as every rollout on a CPU begins
     return {
         name: _outcome(lambda c=c: EngineArgs(model=model, **base | c).create_engine_config())
         for name, c in cases.items()
