@@ -128,9 +128,10 @@ def taken_out(config: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], tu
         )
     if not parts:
         return dict(config), ()
+    before = model.pop(TEXT_ONLY, {"of": name, "taken_out": []})  # of a file that is derived itself
     derived = {
-        "of": name,
+        "of": before["of"],
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        "taken_out": [part.what for part in parts],
+        "taken_out": [*before["taken_out"], *(part.what for part in parts)],
     }
     return {"architectures": model.pop("architectures"), TEXT_ONLY: derived, **model}, tuple(parts)

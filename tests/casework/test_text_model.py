@@ -46,6 +46,19 @@ def test_the_text_model_alone_has_no_gap_and_the_dimensions_of_a_plain_one(
     assert reading.dimensions(config, path) == reading.dimensions(hybrid, path)
 
 
+def test_a_derived_file_that_is_derived_again_keeps_what_was_taken_out_before(
+    published, composite, operators
+):
+    path = published(composite)
+    once, _ = reading.text_only(path)
+    path = published(once | {"mtp_num_hidden_layers": 1})
+    again, (part,) = reading.text_only(path)
+    derived = again[recipes.TEXT_ONLY]
+    assert derived["of"] == composite["architectures"][0]
+    assert derived["taken_out"] == [*TAKEN, part.what]
+    assert derived["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def test_what_is_text_already_stays_as_it_is(published, hybrid):
     path = published(hybrid)
     assert reading.text_only(path) == (hybrid, ())
