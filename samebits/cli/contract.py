@@ -154,7 +154,7 @@ def _describe(contract: Any, shown: dict[str, str]) -> list[str]:
         lines.append(f"  {axis:<{width}}  {sizes} (evidence: {proof})")
     lines += [f"  {'tolerances':<{width}}  none: bits are equal or they differ", ""]
     for key, record in data["platforms"].items():
-        text = ", ".join(f"{k} {v}" for k, v in sorted(record["description"].items()))
+        text = _words(record["description"])
         lines.append(f"  platform {key[:12]}: {len(record['known_answers'])} answers; {text}")
     return [*lines, "", *(f"  {name:<18}{value}" for name, value in shown.items())]
 
@@ -228,7 +228,7 @@ def _rebuilt(contract: Contract, recipe: Recipe | None) -> Contract:
 
 
 def _words(description: dict[str, str]) -> str:
-    return " ".join(f"{name} {value}" for name, value in sorted(description.items()))
+    return ", ".join(f"{name} {value}" for name, value in sorted(description.items()))
 
 
 @app.command()

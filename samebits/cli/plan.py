@@ -73,7 +73,6 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         f"{row['work']}: {row['ratio']:.2f} of stock, "
         f"{row['hardware'].partition(' (')[0]}, {row['date']}"
         for row in found["overhead"]
-        if row["ratio"] is not None
     ]
     lines.append(("time", "\n".join(rows) or "not measured"))
     return lines

@@ -307,6 +307,16 @@ def test_no_recorded_row_leaves_overhead_open(whole, capsys):
     assert found["next"] == {"step": "overhead", "command": command}
 
 
+def test_a_row_that_was_not_measured_leaves_overhead_open(whole, capsys):
+    path = whole.root / "cases/bench.json"
+    rollout, trainer = json.loads(path.read_text())
+    path.write_text(json.dumps([rollout, {**trainer, "ratio": None, "met": None}]))
+    found = status(capsys, 3)
+    assert found["states"]["overhead"] == "open"
+    (row,) = (row for row in found["steps"] if row["step"] == "overhead")
+    assert "trainer" in row["why"] and "rollout" not in row["why"]
+
+
 def test_every_command_of_a_step_exists(toy):
     from quoted import problem
 
