@@ -36,6 +36,7 @@ from samebits.bench import (
     gpu_window,
 )
 from samebits.bench.gpu_timing import Calls, Row, medians, row
+from samebits.bench.pages import BANDWIDTH
 from samebits.errors import SamebitsError
 from samebits.ops import gemm, gpu
 from samebits.ops.attention import triton as attention
@@ -55,7 +56,6 @@ SHAPES = {
 }
 ROWS = (1, 8, 64, 256, 4096, 16384)
 LEAF_TARGETS = {2: 1.10, 4: 1.15, 8: 1.25}
-BANDWIDTH = 4.3e6  # bytes per microsecond
 CACHED = 150 << 20  # bytes that L2 cannot serve
 
 

@@ -17,7 +17,7 @@ _PRODUCT = re.compile(r"gemm (\w+) (\d+) x (\d+) x (\d+) bf16(?:, (\d) leaves)?"
 _GDN = re.compile(r"gdn (\w+), (.+), (\d+) heads")
 _FLA = re.compile(r"\bfla\b")
 _BYTES = "bytes / 4.3 TB/s"
-_BANDWIDTH, _PEAK = 4.3e6, 989e6  # bytes and bf16 FLOPs in a microsecond, dense
+BANDWIDTH, _PEAK = 4.3e6, 989e6  # bytes and bf16 FLOPs in a microsecond, dense
 _STEP = re.compile(r"(prefill|train|decode) (\d+) x (\d+)(?:, (middle|closing))?")
 
 
@@ -198,7 +198,7 @@ def gdn_ceilings(rows: Sequence[Row]) -> str:
                 str(heads),
                 f"{row['ours']:,}",
                 f"{cost.moved / 1e6:,.0f}",
-                f"{cost.moved / _BANDWIDTH / row['ours']:.2f}",
+                f"{cost.moved / BANDWIDTH / row['ours']:.2f}",
                 f"{cost.flops / 1e9:,.1f}",
                 f"{cost.flops / _PEAK / row['ours']:.2f}",
             ]

@@ -182,7 +182,7 @@ def reverse(
 ) -> None:
     """Launch it on matrices; `others` and `shape` are the kernel's next arguments and constants."""
     chunk, key_size = shape["CHUNK"], shape["K"]
-    tile = tiles.reverse(shape["HV"] * sequences, shape["V"])
+    tile = tiles.chain(shape["HV"] * sequences, shape["V"])
     columns = tile.columns
     _reverse[(shape["V"] // columns, shape["HV"], sequences)](
         blocks(q, chunk, key_size), blocks(k, chunk, key_size), blocks(grad, chunk, columns),

@@ -54,7 +54,7 @@ def decode_state(pairs: int) -> Tile:
 
 
 def chain(chains: int, size: int) -> Tile:
-    """Of the serial pass in Gluon, for this many pairs of sequence and value head: more stages
+    """Of a serial pass in Gluon, for this many pairs of sequence and value head: more stages
     where each of its programs has a processor to itself."""
     alone = chains * (size // 64) <= PROCESSORS
     return Tile(columns=64, warps=4, stages=3 if alone else 2)
@@ -64,9 +64,3 @@ def segment(chunks: int, heads: int, size: int) -> int:
     """Chunks between two states that training keeps: the backward goes through the pieces side by
     side, a few programs for each processor."""
     return max(SEGMENT, chunks * heads * (size // 64) // (4 * PROCESSORS))
-
-
-def reverse(chains: int, size: int) -> Tile:
-    """Of the backward's serial pass in Gluon: a stage is 56 KiB, so three leave room for nothing
-    else."""
-    return chain(chains, size)

@@ -286,6 +286,7 @@ def chain(
     chunks, sequences = len(t), len(tables[3])
     u = k.new_empty((0 if raw else chunks, heads, size, CHUNK))
     entry = (rows if raw else k).new_empty((chunks, heads, size, key_size))
+    is_open = len(state) > 1
     planes, (running, _, _, old_k, old_rows, _, _) = named(state, raw)
     operands = (k, v, rows, t, entry if raw else u, entry)
     columns = tiles.ODD.fitted(size)
@@ -294,11 +295,11 @@ def chain(
         scan._odd[(size // columns, heads, sequences)](
             *operands, *tables, *strided([*planes, old_k, old_rows, running]),
             HK=key_heads, HV=heads, K=key_size, V=size, CHUNK=CHUNK, COLUMNS=columns,
-            LAST=last, OPEN=len(state) > 1, RAW=raw, SPLIT=split(planes),
+            LAST=last, OPEN=is_open, RAW=raw, SPLIT=split(planes),
             num_warps=tiles.ODD.warps, **CHAINED, **gpu.POLICY,
         )  # fmt: skip
 
-    if len(state) > 1:
+    if is_open:
         odd(last=False)
     scan.whole(*operands, planes, tables, raw)
     odd(last=True)
