@@ -66,7 +66,11 @@ def test_a_fault_that_depends_on_the_batch(dense, faulty):
     assert code == 1, shown
     assert case.legs() >= {"A", "B", "C", "F"}
     found = {r["leg"]: r for r in reversed(case.reports())}
-    assert found["C"]["region"] == "gemm.column" and found["C"]["layer"] == 0
+    first = found["C"]
+    if first["region"] is None:  # which rows meet in a batch decides where either leg differs first
+        assert first["note"].startswith("same first difference as leg A"), first["note"]
+        first = found["A"]
+    assert first["region"] == "gemm.column" and first["layer"] == 0
 
 
 def test_a_sum_in_rank_order(ranks, faulty):
