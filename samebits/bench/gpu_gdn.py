@@ -20,7 +20,7 @@ from samebits.bench.gpu_gates import Tally
 from samebits.bench.gpu_timing import captured
 from samebits.errors import Different, NotObserved
 from samebits.ops import gdn
-from samebits.ops.gdn import errors, oracle, scenarios
+from samebits.ops.gdn import errors, oracle, scenarios, tiles_sm90
 from samebits.ops.gdn import triton as kernels
 
 SIZE = 128
@@ -117,6 +117,7 @@ class Decoder:
     """One row of each of N sequences, again and again, in one CUDA graph."""
 
     def __init__(self, data: Sequences, state: State, schedule: str, count: int):
+        self.count = count
         self.inputs = [x[:1].repeat(count, *[1] * (x.dim() - 1)) for x in data.operands]
         self.slots, self.context = integers([-1] * count), integers([0] * count)
         q, k, v, g, beta = self.inputs
@@ -148,16 +149,23 @@ def decode(
     at: Sequence[int],
     schedule: str,
     tally: Tally,
+    batches: Sequence[int],
 ) -> list[torch.Tensor]:
-    """Decode every sequence from at[r] to its end, ended ones as padding; o of each sequence."""
+    """Decode every sequence from at[r] to its end; o of each sequence.
+
+    Ended sequences are padding, and so is what fills a batch; batches of these sizes take turns.
+    """
     lengths, now = data.lengths, list(at)
-    decoder = Decoder(data, state, schedule, len(lengths))
+    decoders = [Decoder(data, state, schedule, count) for count in batches]
     found: list[list[torch.Tensor]] = [[] for _ in lengths]
-    while any(n < length for n, length in zip(now, lengths, strict=True)):
+    for decoder in itertools.cycle(decoders):
+        if all(n >= length for n, length in zip(now, lengths, strict=True)):
+            break
         alive = [n < length for n, length in zip(now, lengths, strict=True)]
         rows = [data.starts[r] + min(n, lengths[r] - 1) for r, n in enumerate(now)]
         used = [slot if on else -1 for slot, on in zip(slots, alive, strict=True)]
-        o = decoder.step(data.rows(rows), used, now)
+        rest = decoder.count - len(rows)
+        o = decoder.step(data.rows(rows + rows[:1] * rest), used + [-1] * rest, now + [0] * rest)
         crossing = sum(
             on and n % gdn.CHUNK == gdn.CHUNK - 1 for on, n in zip(alive, now, strict=True)
         )
@@ -217,12 +225,14 @@ def gate_planes(tally: Tally) -> None:
             )
         )
     tally.require("planes, slices", torch.cat(parts), law)
-    state, parts = planted(), []
-    for i in range(rows):
-        part = data.rows(slice(i, i + 1))
-        at = integers([gdn.CHUNK + i])
-        parts.append(kernels.decode(*part, state, integers([0]), at, SCALE, "chunk_row"))
-    tally.require("planes, decoded", torch.cat(parts), law)
+    for way, batch in (("decoded", 1), ("decoded among many", tiles_sm90.FEW_PAIRS // heads + 1)):
+        state, parts = planted(), []
+        slots = integers([0] + [-1] * (batch - 1))
+        for i in range(rows):
+            part = data.rows([i] * batch)
+            at = integers([gdn.CHUNK + i] * batch)
+            parts.append(kernels.decode(*part, state, slots, at, SCALE, "chunk_row")[:1])
+        tally.require(f"planes, {way}", torch.cat(parts), law)
 
 
 def gate_scenario(tally: Tally, name: str, key_heads: int, heads: int, schedule: str) -> None:
@@ -285,11 +295,15 @@ def gate_scenario(tally: Tally, name: str, key_heads: int, heads: int, schedule:
         now = to
     require("slices", torch.cat([torch.cat(o) for o in found]), sliced)
 
-    decoded = fresh()
-    require("decoded", torch.cat(decode(data, decoded, slots, zero, schedule, tally)), decoded)
+    # The kernels of few rows, those of many, and both in turns.
+    few, many = count, tiles_sm90.FEW_PAIRS // heads + 1
+    for way, batches in (("decoded", [few]), ("decoded among many", [many])):
+        decoded = fresh()
+        o = torch.cat(decode(data, decoded, slots, zero, schedule, tally, batches))
+        require(way, o, decoded)
     mixed, cut = fresh(), [draw.randrange(length + 1) for length in lengths]
     head = advance(data, mixed, slots, zero, cut, schedule)
-    tail = decode(data, mixed, slots, cut, schedule, tally)
+    tail = decode(data, mixed, slots, cut, schedule, tally, [few, many])
     joined = []
     for r, n in enumerate(cut):
         joined += [head[:n], tail[r]]

@@ -70,7 +70,7 @@ def test_a_fault_that_depends_on_the_batch(dense, faulty):
     if first["region"] is None:  # which rows meet in a batch decides where either leg differs first
         assert first["note"].startswith("same first difference as leg A"), first["note"]
         first = found["A"]
-    assert first["region"] == "gemm.column" and first["layer"] == 0
+    assert first["region"] == "gemm.column" and first["layer"] == 0, case.reports()
 
 
 def test_a_sum_in_rank_order(ranks, faulty):

@@ -25,9 +25,11 @@ from samebits.ops.gdn import (
     gluon_chain,
     gluon_close,
     gluon_decode,
+    gluon_decode_few,
     gluon_gradients,
     gluon_reverse,
     gluon_rows,
+    tiles_sm90,
     triton_backward,
     triton_chunk,
     triton_decode,
@@ -90,6 +92,14 @@ def train(rows, starts, raw):
     triton_backward.gradients(q, k, v, kept, None, at.starts, 0.1, v)
 
 
+def decode(rows, state, raw):
+    """Steps of one row and of as many as do not fit into one launch."""
+    for count in (1, tiles_sm90.FEW_PAIRS):
+        many = [torch.zeros(count, *x.shape[1:], dtype=x.dtype) for x in rows]
+        table = torch.zeros(count, dtype=torch.int32)
+        triton_decode.step(*many, state, table, table, 0.1, raw)
+
+
 @pytest.mark.parametrize(("slot", "begin"), [(64 * 64 + 4, 0), (64 * 64 + 8, 1)])
 def test_slots_that_bulk_copies_cannot_reach_are_refused(slot, begin):
     room = torch.zeros(2 * slot + 8, dtype=torch.bfloat16)
@@ -103,8 +113,8 @@ def launches():
     """(kernel, arguments) of every launch on operands of head size 128, of chunk_row of all."""
     modules = (
         triton_inverse, triton_scan, gluon_chain, triton_chunk, gluon_rows, triton_decode,
-        gluon_close, gluon_decode, triton_decode_cpr, triton_segments, triton_backward,
-        gluon_reverse, gluon_gradients, conv1d, l2_norm, gdn_gate, gated_rms_norm,
+        gluon_decode_few, gluon_close, gluon_decode, triton_decode_cpr, triton_segments,
+        triton_backward, gluon_reverse, gluon_gradients, conv1d, l2_norm, gdn_gate, gated_rms_norm,
         conv1d_backward, gated_backward, l2_backward, sums_backward,
     )  # fmt: skip
     tokens, key_heads, heads, size = 130, 1, 2, 128
@@ -120,18 +130,14 @@ def launches():
             at = triton_chunk.steps(starts, context, slots, tokens)
             triton_chunk.forward(k, k, v, g, g, state, at, 0.1, raw)
             train((k, k, v, g, g), starts, raw)
-            for count in (1, tokens):  # few rows take smaller programs
-                rows = [x[:count] for x in (k, k, v, g, g)]
-                table = torch.zeros(count, dtype=torch.int32)
-                triton_decode.step(*rows, state, table, table, 0.1, raw)
+            decode((k, k, v, g, g), state, raw)
         for less in (64, 32):
             narrow = [x[..., :less].contiguous() for x in (k, k, v)]
             spec = gdn.state_spec("chunk_row", key_heads, heads, less, less, "sm90")
             state = [torch.zeros(1, *shape, dtype=dtype) for _, shape, dtype in spec]
             at = triton_chunk.steps(starts, context, slots, tokens)
             triton_chunk.forward(*narrow, g, g, state, at, 0.1, False)
-            row = [x[:1] for x in (*narrow, g, g)]
-            triton_decode.step(*row, state, at.slots, at.context, 0.1, False)
+            decode((*narrow, g, g), state, False)
             train((*narrow, g, g), starts, False)
         flat, one = v.reshape(tokens, -1), torch.zeros(1, 3, heads * size).bfloat16()
         weight = torch.zeros(heads * size, 4).bfloat16()
@@ -174,6 +180,7 @@ def test_every_kernel_compiles_for_sm90(monkeypatch):
         "gdn.triton_decode._row",
         "gdn.gluon_close._close",
         "gdn.gluon_decode._state",
+        "gdn.gluon_decode_few._few",
         "gdn.triton_decode._close",
         "gdn.triton_decode_cpr._recur_row",
         "gdn.triton_segments._cut",

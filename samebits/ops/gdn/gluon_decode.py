@@ -53,6 +53,26 @@ def vector(x, live, layout: gl.constexpr):
 
 
 @gluon.jit
+def row_of_state(rs, us, read, weights, high, rest, v, beta, reach, i, product: gl.constexpr):
+    """o before its scale, r and u [columns] of row i, and us with it.
+
+    rs, us [columns, CHUNK] are left operands with the rows before i; read [columns, RIGHT] fp32 has
+    dot(q, h) and dot(k, h); weights, high, rest [CHUNK, RIGHT] right operands, one column alive.
+    """
+    lhs: gl.constexpr = gl.DotOperandLayout(0, product, 2)
+    here = (gl.arange(0, rs.shape[1], gl.SliceLayout(0, lhs)) == i)[None, :]
+    r = packed(beta * (v - reach * vector(read, 1, product)))
+    new = gl.convert_layout(r, gl.SliceLayout(1, lhs))
+    zero = gl.zeros(read.shape, gl.float32, product)
+    u = mma_v2(gl.where(here, new[:, None], rs), weights, zero)
+    u = packed(vector(u, 0, product))
+    new = gl.convert_layout(u, gl.SliceLayout(1, lhs))
+    us = gl.where(here, new[:, None], us)
+    o = mma_v2(us, rest, reach * read)
+    return vector(mma_v2(us, high, o), 0, product), r, u, us
+
+
+@gluon.jit
 def _state(
     q_ptr, k_ptr, v_ptr, beta_ptr, weights_ptr, scores_ptr, reach_ptr, o_ptr, scale,
     context_ptr, slots_ptr, h_ptr, h_slot, r_ptr, r_slot, u_ptr, u_slot,
@@ -111,16 +131,8 @@ def _state(
         high = gl.load(high_at, mask=first, other=0.0)
         rest = gl.load(high_at + CHUNK, mask=first, other=0.0)
         reach = gl.load(reach_ptr + row)
-        here = (gl.arange(0, CHUNK, gl.SliceLayout(0, lhs)) == i)[None, :]
-        r = packed(beta * (v - reach * vector(read, 1, product)))
-        new = gl.convert_layout(r, gl.SliceLayout(1, lhs))
-        u = mma_v2(gl.where(here, new[:, None], rs), weights, zero)
-        u = packed(vector(u, 0, product))
-        new = gl.convert_layout(u, gl.SliceLayout(1, lhs))
-        us = gl.where(here, new[:, None], us)
-        o = mma_v2(us, rest, reach * read)
-        o = mma_v2(us, high, o)
-        gl.store(o_at, scale * vector(o, 0, product))
+        o, r, u, _ = row_of_state(rs, us, read, weights, high, rest, v, beta, reach, i, product)
+        gl.store(o_at, scale * o)
         new_at = head * (CHUNK * V) + i * V + mine
         gl.store(r_ptr + slot * r_slot + new_at, r)
         gl.store(u_ptr + slot * u_slot + new_at, u)

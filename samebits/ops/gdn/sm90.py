@@ -169,6 +169,7 @@ registry.register(
             "samebits.ops.gdn.triton_decode",
             "samebits.ops.gdn.triton_decode_cpr",
             "samebits.ops.gdn.gluon_decode",
+            "samebits.ops.gdn.gluon_decode_few",
             "samebits.ops.gdn.gluon_close",
             "samebits.ops.gdn.sm90",
         ),

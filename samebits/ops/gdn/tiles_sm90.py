@@ -32,6 +32,9 @@ ROWS = Tile(columns=128, warps=4)
 RECUR = Tile(columns=32, warps=4)
 DECODE_CLOSE = Tile(columns=64, warps=4, stages=3)
 ODD_CLOSE = Tile(columns=32, warps=4)
+DECODE_ROW = Tile(heads=2, warps=2)
+DECODE_STATE = Tile(columns=64, warps=2)
+FEW_PAIRS = 512  # of sequence and value head, up to which a decode step is one launch
 DECODE_RECUR = Tile(columns=32, warps=4)
 INNER = Tile(columns=128, warps=4)
 REVERSE = Tile(columns=32, warps=4)
@@ -41,16 +44,6 @@ TABLE = 128  # sequences that the first pass looks at together
 PROCESSORS = 132
 CLOSING = PROCESSORS  # programs that close chunks
 CLOSE_TABLE = 256  # sequences that such a program looks at together
-
-
-def decode_row(pairs: int) -> Tile:
-    """Of the pass without the state, for this many pairs of sequence and value head."""
-    return Tile(warps=2, heads=2 if pairs > PROCESSORS else 1)
-
-
-def decode_state(pairs: int) -> Tile:
-    """Of the pass with it: few pairs are cut smaller, so that each processor has a program."""
-    return Tile(columns=64 if pairs > PROCESSORS else 32, warps=2)
 
 
 def chain(chains: int, size: int) -> Tile:

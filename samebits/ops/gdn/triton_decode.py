@@ -4,8 +4,9 @@
     state   R, u and o of row i, for some columns
     close   the next boundary state of the rows that fill their chunk
 
-Their launches depend on shapes alone and every row finds its phase by itself, so a CUDA graph
-replays any mix of phases. A negative slot marks a row of padding: zeros, no state.
+Few rows take one launch for all of it (`gluon_decode_few`). Launches depend on shapes alone and
+every row finds its phase by itself, so a CUDA graph replays any mix of phases. A negative slot
+marks a row of padding: zeros, no state.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from samebits.ops import gpu
 from samebits.ops.device import exp2_32
-from samebits.ops.gdn import gluon_close, gluon_decode
+from samebits.ops.gdn import gluon_close, gluon_decode, gluon_decode_few
 from samebits.ops.gdn import tiles_sm90 as tiles
 from samebits.ops.gdn import triton_decode_cpr as cpr
 from samebits.ops.gdn.cpu import BLOCK, CHUNK
@@ -283,12 +284,14 @@ def step(
             num_warps=tile.warps, **gpu.POLICY,
         )  # fmt: skip
         return o
+    if rows * heads <= tiles.FEW_PAIRS and gluon_decode_few.serves(key_size, size):
+        return gluon_decode_few.step((q, k, v, g, beta), state, slots, context, scale)
     *planes, x, gamma, keys, r, u, t = state
     o = torch.empty_like(v, dtype=torch.float32)
     weights = k.new_empty((rows, heads, CHUNK))
     scores = k.new_empty((rows, heads, 2, CHUNK))
     reach = torch.empty_like(g)
-    tile = tiles.decode_row(rows * heads)
+    tile = tiles.DECODE_ROW
     group = math.gcd(tile.heads, heads // key_heads)
     _row[(heads // group, rows)](
         q, k, g, beta, weights, scores, reach, context, slots, *strided([x, gamma, keys, t]),
@@ -298,8 +301,7 @@ def step(
     operands = (q, k, v, beta, weights, scores, reach, o, scale, context, slots)
     used, constants = strided([planes[0], r, u]), shape | {"V": size}
     if gluon_decode.serves():
-        tile = tiles.decode_state(rows * heads)
-        gluon_decode.state(operands, used, constants, (heads, rows), tile)
+        gluon_decode.state(operands, used, constants, (heads, rows), tiles.DECODE_STATE)
     else:
         _state[(1, heads, rows)](*operands, *used, **constants, COLUMNS=size, PAIR=PAIR)
     if gluon_close.serves(key_size, size):
