@@ -1,22 +1,36 @@
 """What the benchmarks of Gated DeltaNet are compared with: flash-linear-attention, and FlashQLA
 where it is at hand; part of `samebits.bench.gpu`.
 
-Both must be importable on the GPU's host, each from a folder on PYTHONPATH.
+Both must be importable on the GPU's host, from a folder that `scripts/peers.sh` fills; rows have
+their versions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any
+
+from samebits.bench import gpu_timing
 
 FLASH_QLA = "FlashQLA"
 # flash-linear-attention hands calls on to these where they are installed; its rows are its own.
 _HANDED_ON = {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "0"}
 # Milliseconds of Triton's measurement of one variant: its 25 and 100 would be minutes in all.
 WARM_UP, MEASURED = 5, 25
+
+
+def row(work: str, ours: float, name: str, time: float, target: float | None) -> gpu_timing.Row:
+    """`gpu_timing.row`, with the version of the other side where it is installed."""
+    found = gpu_timing.row(work, ours, name, time, target)
+    package = "flash-qla" if name == FLASH_QLA else "fla-core"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["against"]["version"] = importlib.metadata.version(package)
+    return found
 
 
 @functools.cache

@@ -17,9 +17,10 @@ import torch
 from samebits.bench import gpu_gdn_ahead, gpu_gdn_fla
 from samebits.bench import gpu_gdn_layer as layer
 from samebits.bench.gpu_gdn_ahead import Part
+from samebits.bench.gpu_gdn_fla import row
 from samebits.bench.gpu_gdn_layer import LEAVES, Pass, Sizes, Values
 from samebits.bench.gpu_gdn_times import used
-from samebits.bench.gpu_timing import Calls, Row, medians, row
+from samebits.bench.gpu_timing import Calls, Row, medians
 from samebits.errors import Different
 from samebits.ops import gdn, gpu
 from samebits.ops.gdn import errors

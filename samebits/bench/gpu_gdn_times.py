@@ -1,7 +1,7 @@
 """Times of Gated DeltaNet's core on Hopper beside flash-linear-attention; part of
 `samebits.bench.gpu`.
 
-The pinned flash-linear-attention must be importable. Its chunk and recurrent kernels take the same
+flash-linear-attention must be importable. Its chunk and recurrent kernels take the same
 operands: normalised q and k, log decays, fp32 states, half as many key heads as value heads. Where
 FlashQLA is importable, prefill has rows against it as well.
 """
@@ -24,7 +24,8 @@ from samebits.bench.gpu_gdn import (
     packed_from,
     poisoned,
 )
-from samebits.bench.gpu_timing import Calls, Row, medians, row
+from samebits.bench.gpu_gdn_fla import row
+from samebits.bench.gpu_timing import Calls, Row, medians
 from samebits.ops import gdn
 from samebits.ops.gdn import errors
 from samebits.ops.gdn import triton as kernels

@@ -16,8 +16,9 @@ import torch
 from samebits.bench import gpu_gdn_ahead, gpu_gdn_fla
 from samebits.bench.gpu_gdn import GRADIENT_ERROR, SCALE, Sequences, integers, sequences
 from samebits.bench.gpu_gdn_ahead import Part
+from samebits.bench.gpu_gdn_fla import row
 from samebits.bench.gpu_gdn_times import drawn
-from samebits.bench.gpu_timing import Row, medians, row
+from samebits.bench.gpu_timing import Row, medians
 from samebits.errors import Different
 from samebits.ops import gdn, gpu
 from samebits.ops.gdn import errors, oracle
