@@ -10,14 +10,14 @@ whichever side computes it, but for the logits of a stock output layer, which ar
 aligned log-softmax widens, as upstream does.
 
 All rungs of a ladder start their engines alike, on a GPU with the CUDA graphs of the recipe: their
-costs compare. A cost is wall time, the least of some repeats, with the other engine idle.
+costs compare. A cost is wall time, the least of some repeats, with all other engines idle.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,12 +30,12 @@ from samebits.bench.rollout import loss
 from samebits.casework import ladder as record
 from samebits.casework.ladder import NAME, Ladder, Leg, Rung
 from samebits.contract.sources import source_hash
-from samebits.engines.rollout import Request, RolloutEngine, RolloutSettings
-from samebits.engines.trainer import OptimizerSettings
+from samebits.engines.rollout import Request, RolloutEngine
 from samebits.engines.trainer_batch import TrainBatch
 from samebits.engines.trainer_process import TrainerProcess
 from samebits.errors import Refused
-from samebits.gates import capsule, prove, stages, workload
+from samebits.gates import capsule, ladder_engines, prove, workload
+from samebits.gates.ladder_engines import Engines, together
 from samebits.gates.run import Run, Stage, clock, say
 from samebits.gates.streams import Counts, compare
 from samebits.ops import registry
@@ -126,7 +126,7 @@ def climb(
     if not quick:
         record.require_page(recipe)  # before hours of work that it could not take
     size = Size.of(recipe.platform, quick=quick)
-    prefix = f"ladder-{source_hash([__name__])[:8]}-"
+    prefix = f"ladder-{source_hash([__name__, ladder_engines.__name__])[:8]}-"
     with prove.locked_run(case, size, prefix=prefix) as run:
         if fresh and any(run.folder.iterdir()):
             files.move_aside(run.folder, "done")
@@ -143,14 +143,19 @@ def climb(
 def _climb(run: Run, size: Size, steps: Sequence[tuple[str, frozenset[str]]]) -> list[Rung]:
     requests = workload.control(run.recipe, run.model, size.requests, size.response, size.prompt)
     begun, found = time.monotonic(), list[Rung]()
-    for index, (name, regions) in enumerate(steps):
-        stage = run.stage(_file(run, regions), partial(_measure, run, size, requests, regions))
-        rung = _rung(name, stage)
-        found.append(rung)
-        say(
-            f"ladder {index} of {len(steps) - 1}, {'' if index == 0 else '+ '}{name}: "
-            f"{rung.counts()}; {rung.costs()} ({clock(time.monotonic() - begun)} so far)"
-        )
+    missing = [
+        _arithmetic(run, regions) for _, regions in steps if not run.has(_file(run, regions))
+    ]
+    engines = Engines(run, missing, together(run.recipe) if missing else 1)
+    with contextlib.closing(engines):
+        for index, (name, regions) in enumerate(steps):
+            measure = partial(_measure, run, size, requests, regions, engines)
+            rung = _rung(name, run.stage(_file(run, regions), measure))
+            found.append(rung)
+            say(
+                f"ladder {index} of {len(steps) - 1}, {'' if index == 0 else '+ '}{name}: "
+                f"{rung.counts()}; {rung.costs()} ({clock(time.monotonic() - begun)} so far)"
+            )
     return found
 
 
@@ -188,27 +193,17 @@ def _leg(counts: Counts) -> Leg:
 
 
 def _measure(
-    run: Run, size: Size, requests: Sequence[capsule.Request], regions: frozenset[str]
+    run: Run,
+    size: Size,
+    requests: Sequence[capsule.Request],
+    regions: frozenset[str],
+    engines: Engines,
 ) -> Stage:
-    """Both engines of a rung start side by side, and work one after the other."""
-    arithmetic = _arithmetic(run, regions)
-    settings = RolloutSettings.of(
-        run.recipe, run.model, arithmetic=arithmetic, prefix_caching=False
-    )
-    with ThreadPoolExecutor(1) as pool:
-        # Nothing moves at a learning rate of 0: every repeat of a step computes the same.
-        started = pool.submit(
-            stages.trainer, run, arithmetic=arithmetic, optimizer=OptimizerSettings(lr=0.0)
-        )
-        try:
-            with RolloutEngine(settings) as engine:
-                started.result()
-                streams, facts, whole = _rollout(engine, size, requests)
-            with started.result() as trainer:
-                scored, more = _trainer(trainer, size, whole)
-        finally:
-            if started.exception() is None:
-                started.result().close()  # no matter what became of the other engine
+    """The two engines of a rung work one after the other."""
+    with engines.of(_arithmetic(run, regions)) as pair:
+        streams, facts, whole = _rollout(pair.rollout, size, requests)
+        pair.rollout.close()
+        scored, more = _trainer(pair.trainer, size, whole)
     _require_served(regions, {"rollout": facts["served"], "trainer": more["served"]})
     costs = {**facts["ms_per_token"], **more["ms_per_token"]}
     return Stage({**streams, "trainer": scored}, {"ms_per_token": costs, "sequences": whole})

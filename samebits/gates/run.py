@@ -72,10 +72,14 @@ class Run:
         self.folder = self.workspace.build / "runs" / recipe.case / f"{prefix}{key[:16]}"
         self.folder.mkdir(parents=True, exist_ok=True)
 
+    def has(self, name: str) -> bool:
+        """Whether an earlier run finished a stage."""
+        return (self.folder / f"{name}.json").exists()
+
     def stage(self, name: str, work: Callable[[], Stage]) -> Stage:
         """Run a stage, or load it when an earlier run finished it."""
         record = self.folder / f"{name}.json"
-        if record.exists():
+        if self.has(name):
             facts = json.loads(record.read_text())
             say(f"{name}: finished earlier, reused")
             loaded = {

@@ -179,14 +179,14 @@ def measured(case, monkeypatch, tmp_path):
     seen = []
     every = set(registry.regions_of(case.architecture))
 
-    def measure(run, size, requests, regions):
+    def measure(run, size, requests, regions, engines):
         seen.append(regions)
         return Stage(streams(regions, every), {"ms_per_token": COSTS, "served": sorted(regions)})
 
     class Opened:
         recipe, contract, model = case, record.Contract.load(case.contract_path), tmp_path
         folder = tmp_path / "run"
-        stage = prove.Run.stage
+        has, stage = prove.Run.has, prove.Run.stage
 
     Opened.folder.mkdir()
     monkeypatch.setattr(prove, "open_run", lambda case, size, prefix: Opened())
