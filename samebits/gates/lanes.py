@@ -1,7 +1,8 @@
 """Stages side by side: each runs in a thread that owns a share of this process's CPUs.
 
 Much of a stage is work of one core (an engine's start, its scheduler, torch's bf16 gradients), so
-two stages on half of the CPUs each end sooner than one after the other. Engines inherit the CPUs of
+two stages on half of the CPUs each end sooner than one after the other. A GPU host has more CPUs
+than two starts use (`most`). Engines inherit the CPUs of
 the thread that starts them and size their thread pools by them; aligned bits depend on neither.
 """
 
@@ -18,9 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samebits.casework import memory
 from samebits.gates.run import clock, say, stopping
+from samebits.recipe import Recipe
 
-LANES = 2
+LANES, MANY = 2, 3
+# MANY pay from so many CPUs, and fit beside an RL run whose parameters take so many bytes.
+_CPUS, _SMALL = 12, 48 << 30
 # Seconds without news until a line says what is running, and that an interrupted engine gets.
 _QUIET, _GRACE = 30.0, 20.0
 
@@ -43,8 +48,16 @@ class _Running:
     started: float
 
 
-def run(tasks: Sequence[Task]) -> Iterator[tuple[str, Any]]:
-    """(name, result) of every task as it ends; earlier tasks of `tasks` start first.
+def most(recipe: Recipe) -> int:
+    """Stages of a case that may run side by side here."""
+    if recipe.platform == "cpu" or len(os.sched_getaffinity(0)) < _CPUS:
+        return LANES
+    return MANY if memory.rl_bytes(recipe.config, "adam") <= _SMALL else LANES
+
+
+def run(tasks: Sequence[Task], lanes: int = LANES) -> Iterator[tuple[str, Any]]:
+    """(name, result) of every task as it ends; earlier tasks of `tasks` start first, and `lanes` of
+    them at most run at a time.
 
     What a task depends on has been yielded, and its consumer has come back, before the task starts.
     The first failure is raised here once the engines of all other running tasks have ended; so is
@@ -56,7 +69,7 @@ def run(tasks: Sequence[Task]) -> Iterator[tuple[str, Any]]:
     running: dict[str, _Running] = {}
     try:
         while waiting or running:
-            while started := _next(waiting, ended, running, cpus):
+            while started := _next(waiting, ended, running, cpus, lanes):
                 task, share = started
                 waiting.remove(task)
                 thread = threading.Thread(target=_work, args=(task, share, news), daemon=True)
@@ -81,7 +94,11 @@ def run(tasks: Sequence[Task]) -> Iterator[tuple[str, Any]]:
 
 
 def _next(
-    waiting: Sequence[Task], ended: set[str], running: dict[str, _Running], cpus: frozenset[int]
+    waiting: Sequence[Task],
+    ended: set[str],
+    running: dict[str, _Running],
+    cpus: frozenset[int],
+    lanes: int,
 ) -> tuple[Task, frozenset[int]] | None:
     """The task that starts now, with its CPUs; None when none may. The only one gets them all, and
     one that wants to be alone waits for others unless it is the first of all."""
@@ -89,12 +106,12 @@ def _next(
     beside = [task for task in ready if not task.alone]
     if ready and not running and ready[0] is waiting[0] and waiting[0].alone:
         return ready[0], cpus
-    if ready and not running and len(beside) < LANES:
+    if ready and not running and len(beside) < 2:
         return (beside or ready)[0], cpus
     free = sorted(cpus.difference(*(r.cpus for r in running.values())))
-    if not beside or not free or len(running) == LANES:
+    if not beside or not free or len(running) == lanes:
         return None
-    return beside[0], frozenset(free[: max(1, len(cpus) // LANES)])
+    return beside[0], frozenset(free[: max(1, len(cpus) // lanes)])
 
 
 def _work(task: Task, cpus: frozenset[int], news: queue.SimpleQueue) -> None:

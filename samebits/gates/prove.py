@@ -209,7 +209,7 @@ def _stages(run: Run, size: Size) -> dict[str, Stage]:
     done: dict[str, Stage] = {}
     todo = works.tasks(run, size, done)
     begun = time.monotonic()
-    for count, (name, stage) in enumerate(lanes.run(todo), start=1):
+    for count, (name, stage) in enumerate(lanes.run(todo, lanes.most(run.recipe)), start=1):
         took = "not needed"
         if stage is not None:
             done[name] = stage

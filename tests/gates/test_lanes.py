@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from samebits import recipe as recipes
 from samebits.gates import lanes
 from samebits.gates.lanes import Task
 
@@ -30,6 +31,25 @@ def test_two_tasks_meet_each_on_its_own_cpus():
     found = dict(lanes.run([Task("a", work), Task("b", work)]))
     assert not found["a"] & found["b"] and found["a"] | found["b"] <= CPUS
     assert _mask() == CPUS  # the caller keeps its own
+
+
+def test_as_many_run_as_there_are_lanes(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4, 5})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    meet = threading.Barrier(3, timeout=10)
+    tasks = [Task(name, meet.wait) for name in "abc"]
+    assert {name for name, _ in lanes.run(tasks, 3)} == set("abc")
+
+
+def test_a_gpu_host_runs_more_stages_of_a_small_case(monkeypatch):
+    def most(case, cpus):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)))
+        return lanes.most(recipes.load(case))
+
+    assert most("smollm2-135m-h200", 16) == lanes.MANY > lanes.LANES
+    assert most("smollm2-135m-h200", 8) == lanes.LANES
+    assert most("smollm2-135m", 16) == lanes.LANES
+    assert most("qwen3.5-9b-h200", 16) == lanes.LANES
 
 
 def test_a_task_starts_after_what_it_reads_was_consumed():
